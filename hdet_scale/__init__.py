@@ -1,0 +1,1 @@
+"""Hyperparameter-divergent ensemble training."""

@@ -1,0 +1,32 @@
+"""Packaging. `kernels/` is installed as `hdet_scale.kernels`: a top-level package called
+`kernels` would clash with one on the package index."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+EXTRAS = {
+    "triton": ["triton>=3.5"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+    "report": ["rich>=13", "matplotlib>=3.8"],
+    "hf": ["transformers>=4.50", "accelerate>=1.0"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"],
+    "dev": ["ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
+}
+
+setup(
+    name="hdet_scale",
+    version="0.1.0",
+    description="Hyperparameter-divergent ensemble training: the learning-rate search "
+    "inside the training run that is being paid for anyway.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=["hdet_scale", "hdet_scale.kernels"],
+    package_dir={"hdet_scale": "hdet_scale", "hdet_scale.kernels": "kernels"},
+    package_data={"hdet_scale": ["py.typed"], "hdet_scale.kernels": ["py.typed"]},
+    install_requires=["torch>=2.6"],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["hdet = hdet_scale.cli:main"]},
+)
