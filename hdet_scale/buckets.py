@@ -1,0 +1,179 @@
+"""The plan of flat buckets over a set of local tensors.
+
+Tensors are seen as *spans*, flat runs of memory: tensors that lie one behind the other in one
+storage are one span, a tied parameter is one span however often it is listed, an empty shard is
+none. A span of at least `direct_bytes` is averaged where it lies, with no copy; smaller ones are
+packed, in the order given, into staging buckets of at most `bucket_bytes`.
+
+The plan depends on shapes, strides, dtypes and the caps alone, so that every rank of a group
+makes the same one; `fingerprint` is what ranks compare. Meta tensors can be planned too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DIRECT_BYTES = 2**20
+"""From here a span is worth a collective of its own: copying it twice would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a span and its place in a bucket, in elements."""
+
+    span: int
+    start: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one collective moves. A bucket of one piece may be moved where it lies."""
+
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Spans, their buckets, and the text that tells whether two ranks mean the same."""
+
+    spans: tuple[Tensor, ...]
+    buckets: tuple[Bucket, ...]
+    layout: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that a converge averages on this rank."""
+        return sum(b.numel for b in self.buckets)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal on two ranks exactly when their plans are."""
+        return hashlib.sha256("\n".join(self.layout).encode()).digest()
+
+    def views(self, bucket: Bucket) -> list[Tensor]:
+        """The memory of a bucket's pieces, in its order."""
+        return [self.spans[p.span][p.start : p.start + p.length] for p in bucket.pieces]
+
+
+def plan(
+    tensors: Iterable[Tensor],
+    *,
+    bucket_bytes: int,
+    direct_bytes: int | None = DIRECT_BYTES,
+    itemsize: int | None = None,
+) -> Plan:
+    """Buckets over `tensors`.
+
+    bucket_bytes: cap of a staging bucket, counted in `itemsize` bytes an element (the staging
+        type; None: the tensor's own).
+    direct_bytes: spans from this size on become a bucket of their own, whatever the cap, to be
+        reduced where they lie; None: every span goes through capped buckets.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    given = list(tensors)
+    spans = _spans(given)
+    buckets: list[Bucket] = []
+    for kind in dict.fromkeys((s.dtype, s.device) for s in spans):
+        members = [i for i, s in enumerate(spans) if (s.dtype, s.device) == kind]
+        cap = max(1, bucket_bytes // (itemsize or kind[0].itemsize))
+        direct = None if direct_bytes is None else max(1, direct_bytes // kind[0].itemsize)
+        buckets += _pack(spans, members, cap, direct)
+    layout = [_describe(t) for t in given]
+    layout.append(f"spans {[s.numel() for s in spans]}")
+    layout.append(f"bucket_bytes {bucket_bytes} direct_bytes {direct_bytes} item {itemsize}")
+    return Plan(tuple(spans), tuple(buckets), tuple(layout))
+
+
+def _pack(
+    spans: Sequence[Tensor], members: Sequence[int], cap: int, direct: int | None
+) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    open_pieces: list[Piece] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal open_pieces, filled
+        if open_pieces:
+            first = spans[open_pieces[0].span]
+            buckets.append(Bucket(first.dtype, first.device, filled, tuple(open_pieces)))
+        open_pieces, filled = [], 0
+
+    for i in members:
+        size = spans[i].numel()
+        if direct is not None and size >= direct:
+            buckets.append(Bucket(spans[i].dtype, spans[i].device, size, (Piece(i, 0, size, 0),)))
+            continue
+        start = 0
+        while start < size:
+            length = min(cap - filled, size - start)
+            open_pieces.append(Piece(i, start, length, filled))
+            filled += length
+            start += length
+            if filled == cap:
+                close()
+    close()
+    return buckets
+
+
+def _spans(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flat runs of memory, each listed once, in the order in which they first appear."""
+    flats = [(order, *_flat(t)) for order, t in enumerate(tensors) if t.numel()]
+    flats.sort(key=lambda f: (f[1], f[2], -f[3].numel()))
+    runs: list[tuple[int, tuple[object, ...], int, int, Tensor]] = []
+    for order, home, start, flat in flats:
+        stop = start + flat.numel()
+        if runs and runs[-1][1] == home and start <= runs[-1][3]:
+            first, _, run_start, run_stop, head = runs[-1]
+            runs[-1] = (min(first, order), home, run_start, max(run_stop, stop), head)
+        else:
+            runs.append((order, home, start, stop, flat))
+    runs.sort(key=lambda r: r[0])
+    return [
+        head if stop - start == head.numel() else head.as_strided((stop - start,), (1,))
+        for _, _, start, stop, head in runs
+    ]
+
+
+def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
+    """(storage, first element, the tensor's memory as one run)."""
+    if tensor.is_sparse or tensor.is_complex() or not tensor.is_floating_point():
+        raise TypeError(
+            f"only dense floating-point tensors can be averaged, got {_describe(tensor)}"
+        )
+    if not _dense(tensor):
+        raise ValueError(
+            f"a tensor with gaps or overlaps in memory cannot be averaged in place, got "
+            f"{_describe(tensor)}: pass tensor.contiguous(), or the tensor it is a view of"
+        )
+    # Any dense layout (channels-last too) is one run of memory; the order of elements in it is
+    # the same on every rank, since strides are part of the fingerprint.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    storage = tensor.untyped_storage()
+    where = id(tensor) if tensor.is_meta else storage.data_ptr()
+    return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset()), flat
+
+
+def _dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)} strides {list(tensor.stride())}"

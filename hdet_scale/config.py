@@ -1,0 +1,137 @@
+"""HDETConfig: what a user may decide, checked at once, read from a dict or a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hdet_scale.spread import check_spread
+
+GRADIENTS = ("shared", "local")
+RULES = ("none", "paper")
+DECAYS = ("auto", "floor", "schedule", "literal")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvergePolicy:
+    """How parameters are averaged."""
+
+    bucket_bytes: int = 32 * 2**20
+    """Cap of one flat bucket; the staging memory of a converge is at most two of them."""
+    buffers: bool = True
+    """Average the model's float buffers too (BatchNorm statistics), when the model is known."""
+    moments: bool | None = None
+    """Average the optimizer's moments. None: where replicas' moments drift apart, that is with
+    local gradients, or with a weight decay that is added to the gradient."""
+
+    def __post_init__(self) -> None:
+        _check_int("bucket_bytes", self.bucket_bytes, at_least=1)
+        _check_type("buffers", self.buffers, bool)
+        if self.moments is not None:
+            _check_type("moments", self.moments, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HDETConfig:
+    """One exploration: the fan, the round, the rule that steers, and how replicas converge."""
+
+    spread: float = 1 / 9
+    """a: replicas' multipliers lie in [1 - a, 1 + a]. 0 is plain training, exactly."""
+    interval: int = 1000
+    """T: optimizer steps of a round."""
+    gradients: str = "shared"
+    """"shared": one all-reduced gradient for all replicas. "local": each steps with its own, and
+    nothing crosses replicas between converges."""
+    rule: str = "paper"
+    """What moves the base at a converge: "paper", or "none" to explore without steering."""
+    warmup_steps: int = 0
+    """S_warm: the rule leaves the schedule alone before this step."""
+    loss_scale: float = 0.002
+    """sigma of the paper rule: the loss difference that counts as one unit of evidence."""
+    momentum: float = 0.9
+    """beta of the paper rule."""
+    step_size: float = 0.5
+    """lambda of the paper rule."""
+    decay: str = "auto"
+    """gamma of the paper rule: "floor", "schedule", "literal"; "auto" is "floor" where the
+    schedule has a known floor (OneCycleAutoLR) and "schedule" elsewhere."""
+    seed: int = 0
+    """Seed of the assignments; nothing else is drawn."""
+    replicas: int | str = "auto"
+    """Number of replicas, where the engine makes the groups; "auto" follows from the world."""
+    shards: int | str = "auto"
+    """Ranks of one replica, where the engine makes the groups."""
+    converge: ConvergePolicy = field(default_factory=ConvergePolicy)
+    """How parameters are averaged."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spread", check_spread(self.spread))
+        _check_int("interval", self.interval, at_least=1)
+        _check_int("warmup_steps", self.warmup_steps, at_least=0)
+        _check_int("seed", self.seed, at_least=0)
+        _check_choice("gradients", self.gradients, GRADIENTS)
+        _check_choice("rule", self.rule, RULES)
+        _check_choice("decay", self.decay, DECAYS)
+        for name in ("replicas", "shards"):
+            if getattr(self, name) != "auto":
+                _check_int(name, getattr(self, name), at_least=1, other='or "auto"')
+        if isinstance(self.converge, Mapping):
+            object.__setattr__(self, "converge", read(ConvergePolicy, self.converge, "converge"))
+        _check_type("converge", self.converge, ConvergePolicy)
+
+    @property
+    def diverges(self) -> bool:
+        """True when replicas can come apart, so that there is something to average."""
+        return self.spread > 0 or self.gradients == "local"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HDETConfig:
+        """From the `"hdet": {...}` block of a JSON config. Unknown keys are refused."""
+        return read(cls, values, "hdet")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> HDETConfig:
+        """From a JSON file: the block itself, or a file with an "hdet" block in it."""
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls.from_dict(values.get("hdet", values) if isinstance(values, dict) else values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same values as plain JSON types; `from_dict` reads them back."""
+        return dataclasses.asdict(self)
+
+
+def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """A `kind` from a mapping; an unknown key is answered with the nearest valid one."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{where} must be a mapping of options, got {values!r}")
+    valid = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in valid:
+            near = difflib.get_close_matches(str(key), valid, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown key {key!r} in {where}{hint} Valid keys: {sorted(valid)}")
+    return kind(**values)
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def _check_int(name: str, value: object, *, at_least: int, other: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int {other}".rstrip() + f", got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least} {other}".rstrip() + f", got {value}")
+
+
+def _check_choice(name: str, value: object, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name} must be one of {list(valid)}, got {value!r}")

@@ -1,0 +1,248 @@
+"""Rules: losses and values in, new base out. Pure: no torch, no process group, no clock.
+
+The paper rule, at each converge after the warm-up, with L_r the replica's mean training loss
+over the round and eta_r its learning rate:
+
+    w    = softmax((mean(L) - L_r) / sigma)
+    D    = sum_r w_r eta_r - mean(eta)
+    v    <- beta v + (1 - beta) D
+    base <- base (1 - gamma) + lambda v
+
+A replica without a finite loss is left out of mean(L), w and D: it has said nothing.
+
+`Steering` keeps the shared base of every factor between the converges: it follows the user's
+schedule until the rule takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger("hdet_scale")
+
+
+class PaperRule:
+    """The rule above for one factor; its only memory is the velocity v."""
+
+    def __init__(
+        self,
+        loss_scale: float = 0.002,
+        momentum: float = 0.9,
+        step_size: float = 0.5,
+        decay: float = 0.0,
+    ) -> None:
+        self.loss_scale = _number("loss_scale", loss_scale)
+        self.momentum = _number("momentum", momentum)
+        self.step_size = _number("step_size", step_size)
+        self.decay = _number("decay", decay)
+        self.velocity = 0.0
+        if self.loss_scale <= 0:
+            raise ValueError(f"loss_scale must be above 0, got {loss_scale}; the default is 0.002")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}; the default is 0.9")
+        if self.step_size < 0:
+            raise ValueError(f"step_size must be 0 or more, got {step_size}; the default is 0.5")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"decay (gamma) must be in [0, 1], got {decay}: below 0 the base would grow "
+                "without any signal"
+            )
+
+    def update(
+        self, losses: Sequence[float], values: Sequence[float], *, base: float | None = None
+    ) -> float:
+        """The new base. `values` are the eta_r; `base` is their mean unless it is given."""
+        if len(losses) != len(values) or not values:
+            raise ValueError(
+                f"one loss and one value for each replica: got {len(losses)} losses and "
+                f"{len(values)} values"
+            )
+        if base is None:
+            base = math.fsum(values) / len(values)
+        self.velocity = self.momentum * self.velocity + (1 - self.momentum) * self.signal(
+            losses, values
+        )
+        return self.coast(base) + self.step_size * self.velocity
+
+    def signal(self, losses: Sequence[float], values: Sequence[float]) -> float:
+        """D: how far the performance-weighted mean of the values is from the plain mean."""
+        heard = [(x, y) for x, y in zip(losses, values, strict=True) if math.isfinite(x)]
+        if not heard:
+            raise ValueError(
+                f"no replica has a finite loss, got {list(losses)}: there is no signal to follow"
+            )
+        mean_loss = math.fsum(x for x, _ in heard) / len(heard)
+        scores = [(mean_loss - x) / self.loss_scale for x, _ in heard]
+        top = max(scores)
+        weights = [math.exp(s - top) for s in scores]
+        total = math.fsum(weights)
+        weighted = math.fsum(w * y for w, (_, y) in zip(weights, heard, strict=True)) / total
+        return weighted - math.fsum(y for _, y in heard) / len(heard)
+
+    def coast(self, base: float) -> float:
+        """The base after a round without any signal: the decay alone."""
+        return base * (1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the velocity, and the decay fixed at the take-over."""
+        return {"velocity": self.velocity, "decay": self.decay}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the memory of another run of this rule."""
+        velocity, decay = float(state["velocity"]), float(state["decay"])
+        self.velocity, self.decay = velocity, decay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descent:
+    """When the rule takes over from the schedule, and how the base falls from there."""
+
+    kind: str = "schedule"
+    """"schedule": base(t) = schedule(t) x scale, the rule moves the scale. "floor" and "literal":
+    the base is held between converges and falls by gamma at each."""
+    start: int = 0
+    """Steps before which the schedule is followed: the later of S_warm and the schedule's peak,
+    since holding the base before the peak would freeze the warm-up."""
+    total_steps: int = 0
+    """S, for the number of rounds that are left at the take-over."""
+    interval: int = 1
+    """T."""
+    floors: tuple[float, ...] = ()
+    """For each factor the lowest base: the floor of the schedule."""
+    div_factor: float = 25.0
+    """f_div of the printed formula."""
+    final_div_factor: float = 1e4
+    """f_final of the printed formula."""
+
+    def gamma(self, base: float, floor: float, step: int) -> float:
+        """The decay fixed at the take-over, with K = (S - step) / T rounds left."""
+        if self.kind == "schedule":
+            return 0.0
+        rounds = (self.total_steps - step) / self.interval
+        if self.kind == "floor":
+            return floor_decay(base, floor, rounds)
+        return literal_decay(self.div_factor, self.final_div_factor, rounds)
+
+
+class Steering:
+    """The shared base of each factor: the schedule's value until the rule moves it."""
+
+    def __init__(
+        self, factors: Sequence[str], rule: Callable[[], PaperRule] | None, descent: Descent
+    ) -> None:
+        self.factors = list(factors)
+        self.rules = [rule() for _ in factors] if rule is not None else []
+        self.descent = descent
+        self.floors = list(descent.floors) or [0.0] * len(self.factors)
+        self.scales = [1.0] * len(self.factors)
+        self.held: list[float] | None = None
+        self.taken_over = False
+
+    def bases(self, schedule: Sequence[float]) -> list[float]:
+        """The base of each factor, given what the schedule says now."""
+        if not self.taken_over:
+            return list(schedule)
+        if self.held is not None:
+            return list(self.held)
+        follows = zip(schedule, self.scales, self.floors, strict=True)
+        return [s if k == 1.0 else max(s * k, floor) for s, k, floor in follows]
+
+    def update(
+        self,
+        step: int,
+        schedule: Sequence[float],
+        losses: Sequence[float],
+        values: Sequence[Sequence[float]],
+    ) -> None:
+        """Steer at the converge after `step` steps. NaN losses say nothing."""
+        if not self.rules or step < self.descent.start or step >= self._end():
+            return
+        bases = self.bases(schedule)
+        if not self.taken_over:
+            self._take_over(bases, step)
+        heard = any(math.isfinite(x) for x in losses)
+        for i, rule in enumerate(self.rules):
+            fresh = rule.update(losses, values[i], base=bases[i]) if heard else rule.coast(bases[i])
+            self._set(i, bases[i], fresh)
+
+    def _end(self) -> float:
+        return math.inf if self.descent.kind == "schedule" else self.descent.total_steps
+
+    def _take_over(self, bases: Sequence[float], step: int) -> None:
+        for rule, base, floor in zip(self.rules, bases, self.floors, strict=True):
+            rule.decay = self.descent.gamma(base, floor, step)
+        self.held = None if self.descent.kind == "schedule" else list(bases)
+        self.taken_over = True
+
+    def _set(self, i: int, base: float, fresh: float) -> None:
+        if fresh < self.floors[i]:
+            logger.info(
+                "%s: the rule asked for %.3g, below the floor of the schedule: held at %.3g",
+                self.factors[i],
+                fresh,
+                self.floors[i],
+            )
+            fresh = self.floors[i]
+        if self.held is not None:
+            self.held[i] = fresh
+        elif base > 0 and fresh != base:
+            self.scales[i] *= fresh / base
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bases, velocities and decays: the same on every rank."""
+        return {
+            "taken_over": self.taken_over,
+            "scales": list(self.scales),
+            "held": None if self.held is None else list(self.held),
+            "rules": [rule.state_dict() for rule in self.rules],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue another run's steering."""
+        self.taken_over = bool(state["taken_over"]) and bool(self.rules)
+        self.scales = [float(x) for x in state["scales"]]
+        self.held = None if state["held"] is None else [float(x) for x in state["held"]]
+        # A state of a run without a rule has none to load: this run's rules start afresh.
+        for rule, saved in zip(self.rules, state["rules"], strict=False):
+            rule.load_state_dict(saved)
+
+
+def floor_decay(start: float, floor: float, rounds: float) -> float:
+    """gamma = 1 - (floor / start)^(1/K): without a signal the base meets the floor in K rounds.
+
+    What the printed formula is meant to do. A start already at or below the floor stays.
+    """
+    if rounds <= 0:
+        raise ValueError(f"rounds must be above 0, got {rounds}: nothing is left to decay over")
+    if start <= floor:
+        return 0.0
+    return 1.0 - math.pow(floor / start, 1.0 / rounds)
+
+
+def literal_decay(div_factor: float, final_div_factor: float, rounds: float) -> float:
+    """gamma = 1 - exp(-log(f_div / f_final) / K), as printed in the paper.
+
+    Negative whenever f_final > f_div, as with OneCycleLR's own defaults (25, 1e4): the learning
+    rate would then grow without any signal, so that is refused.
+    """
+    if rounds <= 0:
+        raise ValueError(f"rounds must be above 0, got {rounds}: nothing is left to decay over")
+    if final_div_factor > div_factor:
+        raise ValueError(
+            f"decay='literal' with div_factor={div_factor} and final_div_factor="
+            f"{final_div_factor} grows the learning rate without any signal: use decay='floor', "
+            "or a final_div_factor of at most div_factor"
+        )
+    return 1.0 - math.exp(-math.log(div_factor / final_div_factor) / rounds)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)

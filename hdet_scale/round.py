@@ -1,0 +1,355 @@
+"""The round: count steps, collect losses, converge, steer, reassign.
+
+    step 1 .. T      every replica steps with base x rho_pi(r)             (fan-out)
+    after step T     one exchange of losses and flags, parameters averaged (converge)
+                     the rule moves the base                               (steer)
+                     a fresh pi                                            (reassign)
+
+A step that does not end a round adds one number to an accumulator on the device: no collective,
+no host synchronisation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_scale.config import HDETConfig
+from hdet_scale.controller import Steering
+from hdet_scale.converge import Converge, Outcome, distinct
+from hdet_scale.factors import Factor
+from hdet_scale.spread import assignment, multipliers
+from hdet_scale.topology import Replicas, is_distributed
+
+logger = logging.getLogger("hdet_scale")
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """What one round did: the same on every rank, but for the seconds."""
+
+    round: int
+    """Index of the round that ended."""
+    step: int
+    """Optimizer steps done in all."""
+    losses: tuple[float, ...]
+    """Each replica's mean training loss over the round; NaN where there was none."""
+    values: dict[str, tuple[float, ...]]
+    """For each factor what each replica used in the last step of the round."""
+    bases: dict[str, float]
+    """For each factor the base after the steering."""
+    velocities: dict[str, float]
+    """For each steered factor the rule's velocity."""
+    quarantined: tuple[int, ...]
+    """Replicas left out of the mean."""
+    seconds: float
+    """Time of the averaging on this rank."""
+    wire_bytes: int
+    """Bytes that this rank sent for it."""
+
+
+class LossMeter:
+    """The mean loss of a replica over a round, summed where the losses are."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._on_device: Tensor | None = None
+        self._on_host = 0.0
+        self.count = 0
+
+    def add(self, loss: Tensor | float) -> None:
+        """Add one loss; a tensor stays on its device and nobody waits for it."""
+        self.count += 1
+        if not isinstance(loss, Tensor):
+            self._on_host += loss
+            return
+        if self._on_device is None:
+            wide = torch.float32 if loss.device.type == "mps" else torch.float64
+            self._on_device = torch.zeros((), dtype=wide, device=loss.device)
+        self._on_device += loss.detach().reshape(()).to(self._on_device.device)
+
+    def total(self) -> float:
+        """The sum; waits for the device."""
+        return self._on_host + (0.0 if self._on_device is None else float(self._on_device))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.total(), "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._on_host, self.count = float(state["sum"]), int(state["count"])
+
+
+def check_loss(loss: object) -> Tensor | float | None:
+    """A loss as a scalar, or an error before anything has changed.
+
+    An int is refused: a scheduler's `step(epoch)` and DeepSpeed's retry with the batch size
+    would otherwise be taken for a loss.
+    """
+    if loss is None:
+        return None
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss must be one number, got a tensor of shape {list(loss.shape)}: pass "
+                "loss.mean()"
+            )
+        if not loss.is_floating_point():
+            raise TypeError(f"the loss must be a floating-point tensor, got {loss.dtype}")
+        return loss
+    if isinstance(loss, numbers.Real) and not isinstance(loss, numbers.Integral):
+        return float(loss)
+    raise TypeError(
+        f"the loss must be a float or a tensor of one element, got {type(loss).__name__} "
+        f"{loss!r}: pass the training loss of this step, or None where there is none"
+    )
+
+
+class Round:
+    """The cycle for a set of factors; it is told at each step what the schedule says.
+
+    `tensors()` and `moments()` list what is averaged, at the time they are called: an optimizer
+    creates its moments late and a user may add param groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        factors: Sequence[Factor],
+        replicas: Replicas,
+        config: HDETConfig,
+        steering: Steering,
+        tensors: Callable[[], list[Tensor]],
+        moments: Callable[[], list[Tensor]],
+        average_moments: bool,
+        step: int = 0,
+    ) -> None:
+        self.factors = list(factors)
+        self.steering = steering
+        self.average_moments = average_moments
+        self.replicas = replicas
+        self.config = config
+        self.index, self.steps = divmod(step, config.interval)
+        self.meter = LossMeter()
+        self.listeners: list[Callable[[RoundRecord], None]] = []
+        self._tensors, self._moments = tensors, moments
+        self._converge: Converge | None = None
+        self._warned_without_loss = False
+        self._assign()
+
+    # -- fan-out --------------------------------------------------------------------------------
+
+    def _assign(self) -> None:
+        """Multipliers of all replicas for this round, and mine."""
+        n = self.replicas.size
+        fan = multipliers(n, self.config.spread)
+        self.fans = [
+            [fan[i] for i in assignment(n, seed=self.config.seed, round=self.index, factor=f.name)]
+            for f in self.factors
+        ]
+
+    @property
+    def multipliers(self) -> list[float]:
+        """This replica's multiplier of each factor in this round."""
+        return [fan[self.replicas.rank] for fan in self.fans]
+
+    def write(self, schedule: Sequence[float]) -> None:
+        """Give the next step base x multiplier on this replica."""
+        bases = self.steering.bases(schedule)
+        for factor, base, rho in zip(self.factors, bases, self.multipliers, strict=True):
+            factor.write(base, rho)
+
+    # -- counting -------------------------------------------------------------------------------
+
+    def count(self, loss: Tensor | float | None) -> bool:
+        """One optimizer step is done; True when it ends the round."""
+        self._connect()
+        if loss is not None and self.config.diverges:
+            self.meter.add(loss)
+        self.steps += 1
+        return self.steps >= self.config.interval
+
+    def _connect(self) -> None:
+        """Replicas declared before init_process_group are found at the first step."""
+        if self.replicas.group is not None or not is_distributed():
+            return
+        world = Replicas.world()
+        if world.size == 1 and self.replicas.size == 1:
+            return
+        if (world.rank, world.size) != (self.replicas.rank, self.replicas.size):
+            raise RuntimeError(
+                f"the scheduler was made for replica {self.replicas.rank} of {self.replicas.size} "
+                f"before the process group was there, and this is rank {world.rank} of "
+                f"{world.size}: make the scheduler after init_process_group, or pass rank= and "
+                "world_size="
+            )
+        self.replicas = world
+
+    # -- converge -------------------------------------------------------------------------------
+
+    def close(self, schedule: Sequence[float], step: int) -> None:
+        """End the round after `step` steps in all: exchange, average, steer, reassign."""
+        if self.config.diverges:
+            losses, outcome = self._converge_now()
+            fit = zip(losses, outcome.included, strict=True)
+            heard = [loss if ok else math.nan for loss, ok in fit]
+            bases = self.steering.bases(schedule)
+            values = [[b * rho for rho in fan] for b, fan in zip(bases, self.fans, strict=True)]
+            self._warn_without_loss(heard)
+            self.steering.update(step, schedule, heard, values)
+            self._publish(losses, values, schedule, outcome, step)
+        self._next()
+
+    def finalize(self) -> None:
+        """Make the replicas agree now, whatever is left of the round; collective.
+
+        Does nothing where they already agree, so that plain training stays plain.
+        """
+        self._connect()
+        if self.replicas.size == 1 or (self.config.diverges and self.steps == 0):
+            return
+        if self.config.diverges or not self._prepared().replicas_agree():
+            self._converge_now()
+            self._next()
+
+    def _converge_now(self) -> tuple[list[float], Outcome]:
+        converge = self._prepared()
+        losses, included = self._hear(converge)
+        outcome = converge.average(included)
+        if not all(included):
+            self._report(included, losses)
+            if not self.average_moments:
+                # A quarantined replica takes the others' moments too.
+                Converge(self._moments(), self.replicas).average(included)
+        return losses, outcome
+
+    def _next(self) -> None:
+        self.index += 1
+        self.steps = 0
+        self.meter.reset()
+        self._assign()
+
+    def _prepared(self) -> Converge:
+        """The converge over today's tensors; the plan is kept while they stay the same."""
+        tensors = self._tensors() + (self._moments() if self.average_moments else [])
+        if self._converge is None or not _same(self._converge.tensors, tensors):
+            cap = self.config.converge.bucket_bytes
+            self._converge = Converge(tensors, self.replicas, bucket_bytes=cap)
+        return self._converge
+
+    def _hear(self, converge: Converge) -> tuple[list[float], list[bool]]:
+        """Every replica's mean loss and whether it is fit for the mean: one small exchange."""
+        has = float(self.meter.count > 0)
+        mean = self.meter.total() / self.meter.count if has else 0.0
+        mine = [mean, has, float(converge.healthy())]
+        rows = self.replicas.exchange(mine, converge.device)
+        # A shard without a loss reports (0, 0): the mean over the shards that have one.
+        losses = [total / count if count else math.nan for total, count, _ in rows]
+        included = [
+            healthy == 1.0 and (count == 0.0 or math.isfinite(loss))
+            for loss, (_, count, healthy) in zip(losses, rows, strict=True)
+        ]
+        return losses, included
+
+    def _warn_without_loss(self, heard: Sequence[float]) -> None:
+        silent = not any(math.isfinite(x) for x in heard)
+        if silent and self.steering.rules and not self._warned_without_loss:
+            self._warned_without_loss = True
+            logger.warning("no replica passed a loss in this round: call step(loss) to steer")
+
+    def _report(self, included: Sequence[bool], losses: Sequence[float]) -> None:
+        out = [r for r, ok in enumerate(included) if not ok]
+        if self.replicas.rank == next(r for r, ok in enumerate(included) if ok):
+            logger.warning(
+                "round %d: replicas %s left out of the mean (losses %s): a parameter or a loss "
+                "was not finite; they took the mean of the others",
+                self.index,
+                out,
+                [losses[r] for r in out],
+            )
+
+    def _publish(
+        self,
+        losses: Sequence[float],
+        values: Sequence[Sequence[float]],
+        schedule: Sequence[float],
+        outcome: Outcome,
+        step: int,
+    ) -> None:
+        if not self.listeners:
+            return
+        names = [f.name for f in self.factors]
+        record = RoundRecord(
+            round=self.index,
+            step=step,
+            losses=tuple(losses),
+            values={n: tuple(v) for n, v in zip(names, values, strict=True)},
+            bases=dict(zip(names, self.steering.bases(schedule), strict=True)),
+            velocities={
+                n: rule.velocity for n, rule in zip(names, self.steering.rules, strict=False)
+            },
+            quarantined=tuple(r for r, ok in enumerate(outcome.included) if not ok),
+            seconds=outcome.seconds,
+            wire_bytes=outcome.wire_bytes,
+        )
+        for listener in self.listeners:
+            listener(record)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank: no rank, no multiplier, no replica's loss."""
+        return {
+            "version": STATE_VERSION,
+            "round": self.index,
+            "steps": self.steps,
+            "replicas": self.replicas.size,
+            "factors": [f.name for f in self.factors],
+            "steering": self.steering.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was taken; the multipliers are this replica's own."""
+        self.check_state(state)
+        self.index, self.steps = int(state["round"]), int(state["steps"])
+        self.meter.reset()
+        self.steering.load_state_dict(state["steering"])
+        self._assign()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that cannot be continued, before anything is changed."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"the state has version {state.get('version')!r}, this is version {STATE_VERSION}"
+            )
+        names = [f.name for f in self.factors]
+        if list(state["factors"]) != names:
+            raise ValueError(
+                f"the state explores {list(state['factors'])} and this run {names}: use the same "
+                "param groups and factors"
+            )
+        if state["replicas"] != self.replicas.size and state["steps"] != 0:
+            raise ValueError(
+                f"the state was saved by {state['replicas']} replicas, {state['steps']} steps into "
+                f"a round, and there are {self.replicas.size} now: the number of replicas can "
+                "change only at a converge; save right after one, or call finalize() first"
+            )
+
+
+def _same(old: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
+    fresh = distinct(new)
+    return len(old) == len(fresh) and all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(old, fresh, strict=True)
+    )

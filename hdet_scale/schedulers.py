@@ -1,0 +1,419 @@
+"""The schedulers a user touches: OneCycleAutoLR, and AutoLR around any torch scheduler.
+
+Both hold a Round and differ only in where the schedule's value comes from. The learning rate of
+the next step on this replica is base x multiplier; the base is what the schedule says until the
+rule has moved it. With spread 0 the base is the schedule's and the multiplier is exactly 1.0:
+plain training, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from hdet_scale import ddp
+from hdet_scale.averaged import Averaged, moments_drift, moments_of
+from hdet_scale.config import ConvergePolicy, HDETConfig
+from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
+from hdet_scale.factors import Factor, LearningRate, learning_rates
+from hdet_scale.round import Round, RoundRecord, check_loss
+from hdet_scale.topology import Replicas, is_distributed
+
+
+class Exploring:
+    """What both schedulers offer on top of a torch scheduler; it is given a Round."""
+
+    optimizer: Optimizer
+    _round: Round
+    _schedule: list[float]
+    """What the schedule says for the next step, one value a factor."""
+
+    @property
+    def round(self) -> int:
+        """Index of the round that is under way."""
+        return self._round.index
+
+    @property
+    def at_boundary(self) -> bool:
+        """True right after a converge: replicas agree, and one checkpoint is right for all."""
+        return self._round.steps == 0
+
+    @property
+    def replicas(self) -> Replicas:
+        """This rank's place among the replicas."""
+        return self._round.replicas
+
+    def get_base_lr(self) -> list[float]:
+        """The shared base of each factor, beside `get_last_lr()` which is this replica's."""
+        return self._round.steering.bases(self._schedule)
+
+    def finalize(self) -> None:
+        """Make the replicas agree now; call it at the end of a run, on every rank."""
+        self._round.finalize()
+        self._write()
+
+    def on_round(self, listener: Callable[[RoundRecord], None]) -> None:
+        """Call `listener` with a RoundRecord after each converge, on every rank."""
+        self._round.listeners.append(listener)
+
+    def replica_state_dict(self) -> dict[str, Any]:
+        """This replica's losses of the round under way: for a checkpoint between converges,
+        where each replica saves its own parameters too."""
+        return self._round.meter.state_dict()
+
+    def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `replica_state_dict` saved, after `load_state_dict`."""
+        self._round.meter.load_state_dict(state)
+
+    def _write(self) -> None:
+        self._round.write(self._schedule)
+
+    def _count(self, loss: Tensor | float | None, step: int) -> None:
+        if self._round.count(loss):
+            self._round.close(self._schedule, step)
+
+    def _begin(self, cycle: Round, model: nn.Module | None) -> None:
+        self._round = cycle
+        self._write()
+        # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
+        hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
+        self._undo: list[Callable[[], None]] = [hook.remove]
+        if cycle.config.gradients == "local" and isinstance(model, DistributedDataParallel):
+            self._undo.append(ddp.keep_gradients_local(model))
+
+    def detach(self) -> None:
+        """Take back every hook; the learning rates stay as they are."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class OneCycleAutoLR(Exploring, OneCycleLR):
+    """OneCycleLR whose replicas explore learning rates around it; the authors' signature.
+
+    rank, world_size: this process's place, needed only before init_process_group.
+    model: plain or wrapped; its float buffers are then averaged too.
+    replicas: where ranks are not simply replicas.
+    decay: gamma of the paper rule, "floor", "schedule" or "literal".
+    gradients: "shared" or "local"; see hdet_scale.ddp for the DDP side of it.
+    seed: of the assignments.
+    converge: how parameters are averaged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float | list[float],
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        auto_lr_warmup_steps: int = 100000,
+        ensemble_lr_spread_ratio: float = 0.0,
+        model_sync_interval: int = 1000,
+        rank: int = 0,
+        world_size: int = 1,
+        enable_auto_lr: bool = False,
+        loss_scale: float = 0.002,
+        lr_of_lr: float = 0.5,
+        momentum_of_lr: float = 0.9,
+        *,
+        model: nn.Module | None = None,
+        replicas: Replicas | None = None,
+        decay: str = "floor",
+        gradients: str = "shared",
+        seed: int = 0,
+        converge: ConvergePolicy | None = None,
+    ) -> None:
+        config = HDETConfig(
+            spread=ensemble_lr_spread_ratio,
+            interval=model_sync_interval,
+            gradients=gradients,
+            rule="paper" if enable_auto_lr else "none",
+            warmup_steps=auto_lr_warmup_steps,
+            loss_scale=loss_scale,
+            momentum=momentum_of_lr,
+            step_size=lr_of_lr,
+            decay="floor" if decay == "auto" else decay,
+            seed=seed,
+            converge=converge or ConvergePolicy(),
+        )
+        steps = _total_steps(total_steps, epochs, steps_per_epoch)
+        _check_takeover(config, steps, div_factor, final_div_factor)
+        where = _place(replicas, rank, world_size)
+        _check_tensors(optimizer, where)
+        super().__init__(
+            optimizer,
+            max_lr,
+            total_steps=total_steps,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+            last_epoch=last_epoch,
+        )
+        descent = Descent(
+            kind=config.decay,
+            # The first phase ends with the step that is made at the peak.
+            start=max(config.warmup_steps, math.ceil(self._schedule_phases[0]["end_step"]) + 1),
+            total_steps=self.total_steps,
+            interval=config.interval,
+            floors=tuple(float(g["min_lr"]) for g in optimizer.param_groups),
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+        )
+        self._begin(
+            _make_round(
+                optimizer, learning_rates(optimizer), where, config, descent, model, self.last_epoch
+            ),
+            model,
+        )
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The schedule's own values, as torch computes them: the base before any steering."""
+        values = super().get_lr()
+        self._schedule = [float(v) for v in values]
+        return values
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """After optimizer.step(), on every rank at every step; `loss` is this rank's.
+
+        None is a step without a loss; the step counts all the same, so that every rank enters
+        the converge at the same step.
+        """
+        if self._is_initial:
+            super().step()
+            return
+        checked = check_loss(loss)
+        if self.last_epoch >= self.total_steps:
+            raise ValueError(
+                f"Tried to step {self.last_epoch + 1} times. The specified number of total steps "
+                f"is {self.total_steps}: raise total_steps, or stop here and call finalize()"
+            )
+        self._count(checked, self.last_epoch + 1)
+        super().step()
+        self._write()
+
+    def _write(self) -> None:
+        if hasattr(self, "_round"):
+            super()._write()
+            self._last_lr = [f.read() for f in self._round.factors]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's keys, with the shared base for `_last_lr`, and "hdet" for the round."""
+        private = ("optimizer", "_round", "_undo")
+        state = {k: v for k, v in self.__dict__.items() if k not in private}
+        state |= {"_last_lr": self.get_base_lr(), "hdet": self._round.state_dict()}
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Any rank's state is right for every rank; so is that of a plain OneCycleLR."""
+        state = copy.deepcopy(dict(state_dict))
+        hdet = state.pop("hdet", None)
+        if hdet is not None:
+            self._round.load_state_dict(hdet)
+        super().load_state_dict(state)
+        if hdet is None:
+            self._schedule = [float(x) for x in self._last_lr]
+        self._write()
+
+
+class AutoLR(Exploring, LRScheduler):
+    """The same around any torch scheduler: cosine, WSD, a LambdaLR, SequentialLR.
+
+    base(t) = scheduler(t) x scale, and the rule moves the scale. The inner scheduler always
+    reads back its own value from the optimizer, so that those which compute the next learning
+    rate from the last one stay right.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        config: HDETConfig | None = None,
+        *,
+        model: nn.Module | None = None,
+        replicas: Replicas | None = None,
+        factors: Sequence[LearningRate] | None = None,
+    ) -> None:
+        # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
+        self.scheduler = _check_inner(scheduler)
+        self.optimizer = scheduler.optimizer
+        config = config or HDETConfig()
+        if config.decay in ("floor", "literal"):
+            raise ValueError(
+                f"decay={config.decay!r} needs a schedule with a known floor: AutoLR follows the "
+                "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
+            )
+        where = _place(replicas, 0, 1)
+        _check_tensors(self.optimizer, where)
+        chosen = learning_rates(self.optimizer) if factors is None else list(factors)
+        descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
+        self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
+        self._remember(chosen)
+        self._begin(
+            _make_round(self.optimizer, chosen, where, config, descent, model, self._steps), model
+        )
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """After optimizer.step(), on every rank at every step; `loss` is this rank's or None."""
+        checked = check_loss(loss)
+        self._count(checked, self._steps + 1)
+        self._steps += 1
+        for factor, value in zip(self._round.factors, self._schedule, strict=True):
+            factor.write(value, 1.0)
+        try:
+            self.scheduler.step()
+            self._remember(self._round.factors)
+        finally:
+            self._write()
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """Steps done, as the inner scheduler counts them."""
+        return int(self.scheduler.last_epoch)
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """What the next step uses on this replica, for each param group."""
+        return [f.read() for f in learning_rates(self.optimizer)]
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The same: the inner scheduler computes, nothing is recomputed here."""
+        return self.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank: the inner scheduler's state, the schedule, the round."""
+        inner = self.scheduler.state_dict()
+        # The inner scheduler's view of the last learning rate is the schedule's own.
+        return copy.deepcopy(
+            {
+                "scheduler": inner,
+                "steps": self._steps,
+                "schedule": list(self._schedule),
+                "hdet": self._round.state_dict(),
+            }
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Any rank's state is right for every rank."""
+        state = copy.deepcopy(dict(state_dict))
+        self._round.load_state_dict(state["hdet"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._steps = int(state["steps"])
+        self._schedule = [float(x) for x in state["schedule"]]
+        self._write()
+
+    def _remember(self, factors: Sequence[Factor]) -> None:
+        self._schedule = [f.scheduled() for f in factors]
+
+
+def _check_inner(scheduler: object) -> LRScheduler:
+    if isinstance(scheduler, Exploring):
+        raise TypeError(f"{type(scheduler).__name__} explores already: do not wrap it again")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau follows each rank's own metric, so that there is no shared base: "
+            "wrap a scheduler of the step count instead (cosine, LambdaLR, SequentialLR, ...)"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"AutoLR wraps a torch LRScheduler, got {type(scheduler).__name__}: pass e.g. "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)"
+        )
+    return scheduler
+
+
+def _total_steps(total: int | None, epochs: int | None, per_epoch: int | None) -> int | None:
+    """As torch infers it; None where torch itself will refuse."""
+    if total is not None:
+        return total
+    if isinstance(epochs, int) and isinstance(per_epoch, int):
+        return epochs * per_epoch
+    return None
+
+
+def _check_takeover(
+    config: HDETConfig, steps: int | None, div_factor: float, final_div_factor: float
+) -> None:
+    if config.rule == "none" or config.spread == 0 or steps is None:
+        return
+    if config.warmup_steps >= steps:
+        raise ValueError(
+            f"auto_lr_warmup_steps={config.warmup_steps} leaves nothing of total_steps={steps} to "
+            "steer: choose a smaller auto_lr_warmup_steps, or enable_auto_lr=False"
+        )
+    if config.decay == "literal":
+        literal_decay(div_factor, final_div_factor, 1)
+
+
+def _place(replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
+    if replicas is not None:
+        if not isinstance(replicas, Replicas):
+            raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
+        return replicas
+    declared = Replicas(rank=rank, size=world_size)
+    if not is_distributed():
+        return declared
+    world = Replicas.world()
+    if world_size != 1 and (rank, world_size) != (world.rank, world.size):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size} do not fit this process, rank {world.rank} of "
+            f"{world.size}: leave them out, or pass replicas= for another layout"
+        )
+    return world
+
+
+def _check_tensors(optimizer: Optimizer, where: Replicas) -> None:
+    """Refuse parameters that are slices, unless the replicas say so."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
+            "DeepSpeed use hdet_scale.deepspeed.initialize)"
+        )
+    if where.shard_size == 1 and where.group in (None, Replicas.world().group):
+        ddp.refuse_sharded(p for g in optimizer.param_groups for p in g["params"])
+
+
+def _make_round(
+    optimizer: Optimizer,
+    factors: Sequence[Factor],
+    where: Replicas,
+    config: HDETConfig,
+    descent: Descent,
+    model: nn.Module | None,
+    step: int,
+) -> Round:
+    # With spread 0 there is nothing to compare: the schedule stays the user's.
+    steers = config.rule != "none" and config.spread > 0
+    rule = functools.partial(PaperRule, config.loss_scale, config.momentum, config.step_size)
+    moments = config.converge.moments
+    return Round(
+        factors=factors,
+        replicas=where,
+        config=config,
+        steering=Steering([f.name for f in factors], rule if steers else None, descent),
+        tensors=Averaged(optimizer, model if config.converge.buffers else None),
+        moments=functools.partial(moments_of, optimizer),
+        average_moments=moments_drift(optimizer, config.gradients) if moments is None else moments,
+        step=step,
+    )

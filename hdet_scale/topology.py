@@ -1,0 +1,173 @@
+"""Replicas: which ranks form a whole copy of the model, and which hold the same shard of it.
+
+World size = replicas x shards. A replica is one whole copy of the model; its `shard_size` ranks
+hold a slice each. The learning rate belongs to the replica, and the converge averages over the
+ranks that hold the *same* slice:
+
+                 shard 0   shard 1
+    replica 0      0          1        shard_group of rank 0: {0, 1}
+    replica 1      2          3        group of rank 0:       {0, 2}
+
+Resolved once into this small typed object; nothing else in the package asks for a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup
+
+
+def is_distributed() -> bool:
+    """True when a process group is up in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """This rank's place among replicas x shards."""
+
+    rank: int = 0
+    """Which replica this rank belongs to: the index that gets a learning rate."""
+    size: int = 1
+    """How many replicas there are."""
+    group: Group | None = None
+    """The ranks that hold the same shard in every replica: where the converge runs."""
+    shard_rank: int = 0
+    """Which shard of its replica this rank holds."""
+    shard_size: int = 1
+    """How many ranks hold one replica."""
+    shard_group: Group | None = None
+    """The ranks of this replica; None when a replica is one rank."""
+
+    def __post_init__(self) -> None:
+        _check_place("rank", self.rank, "size", self.size)
+        _check_place("shard_rank", self.shard_rank, "shard_size", self.shard_size)
+
+    @classmethod
+    def world(cls) -> Replicas:
+        """Every rank a replica (DDP). Without torch.distributed: one replica."""
+        if not is_distributed():
+            return cls()
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD)
+
+    @classmethod
+    def of(cls, *, shard_size: int | None = None, replicas: int | None = None) -> Replicas:
+        """Replicas of `shard_size` consecutive ranks each; collective: every rank calls it.
+
+        Consecutive ranks share a replica, so that the busy traffic of a shard group stays on
+        the fast links of a node and only the converge crosses them.
+        """
+        world = dist.get_world_size() if is_distributed() else 1
+        shards = _shard_size(world, shard_size=shard_size, replicas=replicas)
+        if shards == 1:
+            return cls.world()
+        me = dist.get_rank()
+        columns = [range(s, world, shards) for s in range(shards)]
+        rows = [range(r, r + shards) for r in range(0, world, shards)]
+        return cls(
+            rank=me // shards,
+            size=world // shards,
+            group=_new_group(columns, me),
+            shard_rank=me % shards,
+            shard_size=shards,
+            shard_group=_new_group(rows, me),
+        )
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard"
+    ) -> Replicas:
+        """From a DeviceMesh with a dimension of replicas and, optionally, one of shards."""
+        names = mesh.mesh_dim_names or ()
+        if replica not in names:
+            raise ValueError(
+                f"the mesh has dimensions {names or 'without names'}, none called {replica!r}: "
+                f"build it with init_device_mesh(device, (replicas, shards), "
+                f'mesh_dim_names=("{replica}", "{shard}")), or pass replica=/shard= with your names'
+            )
+        extra = [n for n in names if n not in (replica, shard)]
+        if any(mesh.get_group(n).size() > 1 for n in extra):
+            raise ValueError(
+                f"the mesh has further dimensions {extra}: pass the sub-mesh of replicas and "
+                f'shards alone, mesh["{replica}", "{shard}"]'
+            )
+        sharded = shard in names and mesh.get_group(shard).size() > 1
+        group = mesh.get_group(replica)
+        shard_group = mesh.get_group(shard) if sharded else None
+        return cls(
+            rank=group.rank(),
+            size=group.size(),
+            group=group,
+            shard_rank=shard_group.rank() if shard_group else 0,
+            shard_size=shard_group.size() if shard_group else 1,
+            shard_group=shard_group,
+        )
+
+    def exchange(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Every replica's `numbers`, a row each, the mean over the shards of a replica.
+
+        The one small collective of a round (two where replicas are sharded). Float64, so that
+        losses which differ in the fifth digit are still told apart. Blocks the host: it is
+        called at a converge only. NaN survives the mean, so one bad shard marks its replica.
+        """
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        mine = torch.tensor(list(numbers), dtype=dtype, device=device)
+        if self.shard_group is not None:
+            dist.all_reduce(mine, group=self.shard_group)
+            mine /= self.shard_size
+        if self.size == 1:
+            return [mine.tolist()]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self._connected())
+        return [row.tolist() for row in rows]
+
+    def _connected(self) -> Group:
+        if self.group is None:
+            raise RuntimeError(
+                f"{self.size} replicas were declared but there is no process group to reach "
+                "them: call torch.distributed.init_process_group before the first converge"
+            )
+        return self.group
+
+
+def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    for name, value in ((rank_name, rank), (size_name, size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if size < 1:
+        raise ValueError(f"{size_name} must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"{rank_name} must be in [0, {size_name}) = [0, {size}), got {rank}")
+
+
+def _shard_size(world: int, *, shard_size: int | None, replicas: int | None) -> int:
+    if (shard_size is None) == (replicas is None):
+        raise ValueError(
+            f"give exactly one of shard_size and replicas, got shard_size={shard_size!r}, "
+            f"replicas={replicas!r}"
+        )
+    name, value = ("shard_size", shard_size) if replicas is None else ("replicas", replicas)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1 or world % value:
+        valid = [d for d in range(1, world + 1) if world % d == 0]
+        raise ValueError(
+            f"world size = replicas x shards: {name}={value} does not divide the world of "
+            f"{world} ranks; choose one of {valid}"
+        )
+    return value if replicas is None else world // value
+
+
+def _new_group(groups: Sequence[Sequence[int]], me: int) -> Group:
+    """Create every group on every rank (new_group is collective over the world); return mine."""
+    made: list[Group] = [dist.new_group(list(ranks)) for ranks in groups]
+    return next(group for ranks, group in zip(groups, made, strict=True) if me in ranks)
