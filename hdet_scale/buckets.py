@@ -70,12 +70,12 @@ def plan(
     *,
     bucket_bytes: int,
     direct_bytes: int | None = DIRECT_BYTES,
-    itemsize: int | None = None,
+    itemsize: int = 1,
 ) -> Plan:
     """Buckets over `tensors`.
 
-    bucket_bytes: cap of a staging bucket, counted in `itemsize` bytes an element (the staging
-        type; None: the tensor's own).
+    bucket_bytes: cap of a staging bucket, counted in at least `itemsize` bytes an element: 4
+        where 16-bit tensors are staged in fp32.
     direct_bytes: spans from this size on become a bucket of their own, whatever the cap, to be
         reduced where they lie; None: every span goes through capped buckets.
     """
@@ -86,7 +86,7 @@ def plan(
     buckets: list[Bucket] = []
     for kind in dict.fromkeys((s.dtype, s.device) for s in spans):
         members = [i for i, s in enumerate(spans) if (s.dtype, s.device) == kind]
-        cap = max(1, bucket_bytes // (itemsize or kind[0].itemsize))
+        cap = max(1, bucket_bytes // max(itemsize, kind[0].itemsize))
         direct = None if direct_bytes is None else max(1, direct_bytes // kind[0].itemsize)
         buckets += _pack(spans, members, cap, direct)
     layout = [_describe(t) for t in given]

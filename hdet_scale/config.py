@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hdet_scale.controller import PaperRule
+from hdet_scale.converge import BUCKET_BYTES, WIRES, OuterStep
 from hdet_scale.spread import check_spread
 
 GRADIENTS = ("shared", "local")
@@ -23,8 +25,18 @@ T = TypeVar("T")
 class ConvergePolicy:
     """How parameters are averaged."""
 
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
     """Cap of one flat bucket; the staging memory of a converge is at most two of them."""
+    wire: str = "fp32"
+    """What goes over the wire: "fp32", "bf16", "int8" (see hdet_scale.wires for the memory)."""
+    overlap: bool = False
+    """Average in the background while training goes on, and fold the result in later."""
+    overlap_steps: int = 1
+    """Steps between the start of an overlapped averaging and its folding in."""
+    fragments: int = 1
+    """P: average 1/P of the buckets every T/P steps instead of all of them every T."""
+    outer: OuterStep | None = None
+    """An outer Nesterov step instead of the plain mean: {"lr": 0.7, "momentum": 0.9}."""
     buffers: bool = True
     """Average the model's float buffers too (BatchNorm statistics), when the model is known."""
     moments: bool | None = None
@@ -33,7 +45,14 @@ class ConvergePolicy:
 
     def __post_init__(self) -> None:
         _check_int("bucket_bytes", self.bucket_bytes, at_least=1)
+        _check_int("overlap_steps", self.overlap_steps, at_least=1)
+        _check_int("fragments", self.fragments, at_least=1)
+        _check_choice("wire", self.wire, WIRES)
+        _check_type("overlap", self.overlap, bool)
         _check_type("buffers", self.buffers, bool)
+        _read_nested(self, "outer", OuterStep)
+        if self.outer is not None:
+            _check_type("outer", self.outer, OuterStep)
         if self.moments is not None:
             _check_type("moments", self.moments, bool)
 
@@ -82,9 +101,23 @@ class HDETConfig:
         for name in ("replicas", "shards"):
             if getattr(self, name) != "auto":
                 _check_int(name, getattr(self, name), at_least=1, other='or "auto"')
-        if isinstance(self.converge, Mapping):
-            object.__setattr__(self, "converge", read(ConvergePolicy, self.converge, "converge"))
+        _read_nested(self, "converge", ConvergePolicy)
         _check_type("converge", self.converge, ConvergePolicy)
+        PaperRule(self.loss_scale, self.momentum, self.step_size)
+        self._check_fragments()
+
+    def _check_fragments(self) -> None:
+        span = self.interval // self.converge.fragments
+        if span < 1:
+            raise ValueError(
+                f"fragments={self.converge.fragments} of an interval of {self.interval} steps: "
+                "there must be at least one step for each fragment"
+            )
+        if self.converge.overlap and self.converge.overlap_steps > span:
+            raise ValueError(
+                f"overlap_steps={self.converge.overlap_steps} must be at most interval / fragments "
+                f"= {span}, so that one averaging is folded in before the next starts"
+            )
 
     @property
     def diverges(self) -> bool:
@@ -118,6 +151,13 @@ def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown key {key!r} in {where}{hint} Valid keys: {sorted(valid)}")
     return kind(**values)
+
+
+def _read_nested(config: object, name: str, kind: type) -> None:
+    """A nested policy may be given as a mapping, as JSON has it."""
+    value = getattr(config, name)
+    if isinstance(value, Mapping):
+        object.__setattr__(config, name, read(kind, value, name))
 
 
 def _check_type(name: str, value: object, kind: type) -> None:

@@ -14,10 +14,14 @@ there, with its tensors as they were.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,18 +29,39 @@ from torch import Tensor
 
 from hdet_scale.buckets import DIRECT_BYTES, Bucket, Plan, plan
 from hdet_scale.topology import Replicas
+from hdet_scale.wires import AllReduce, Bf16, Exact, Flight, Int8, Memory, Shelf, Wire
 
 BUCKET_BYTES = 32 * 2**20
 IN_FLIGHT = 8
-"""Collectives on memory that needs no staging: enough to hide their latency."""
-CACHED = 65536
-"""Elements of a block whose second read still comes out of the cache."""
-
-Flight = Iterator[None]
+"""Transfers from memory that needs no staging: enough to hide their latency."""
+WIRES = ("fp32", "bf16", "int8")
 
 
 class NoHealthyReplicaError(RuntimeError):
     """Every replica has a non-finite parameter or loss: there is nothing to average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterStep:
+    """Nesterov momentum on the step from the last converged point to the mean (DiLoCo):
+
+    delta = mean - point;  u <- momentum u + delta;  theta <- point + lr (delta + momentum u)
+
+    lr 1 and momentum 0 are the mean. Memory: point and u, fp32.
+    """
+
+    lr: float = 0.7
+    """Outer learning rate."""
+    momentum: float = 0.9
+    """Outer momentum."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.lr, int | float) and 0 < self.lr < 10):
+            raise ValueError(f"outer lr must be in (0, 10), got {self.lr!r}; DiLoCo uses 0.7")
+        if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
+            raise ValueError(
+                f"outer momentum must be in [0, 1), got {self.momentum!r}; DiLoCo uses 0.9"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +79,16 @@ class Outcome:
 class Converge:
     """Averages `tensors` in place across replicas, each time it is called.
 
-    Extra memory: at most two staging buckets of `bucket_bytes`, allocated at the first converge
-    and kept. Tensors of 1 MiB or more are reduced where they lie. 16-bit tensors are summed in
-    fp32. With more than two replicas on gloo the mean is summed in float64 by the rank that owns
-    a segment and rounded once, so that every rank has the same bits, the nearest to the true
-    mean; elsewhere the backend's own average is used.
+    bucket_bytes: cap of a staging bucket. Extra memory of the fp32 wire: at most two of them,
+        allocated at the first converge and kept; tensors of 1 MiB or more are reduced where they
+        lie. 16-bit tensors are summed in fp32.
+    wire: "fp32"; "bf16" halves the bytes and rounds every value to bf16; "int8" sends the
+        difference from the last converged point, with error feedback, and keeps two more fp32
+        copies. Each gives the same bits on every rank. See hdet_scale.wires.
+    fragments: P parts of the buckets that can be averaged one at a time.
+    outer: an outer optimizer step instead of the plain mean.
+    own_group: use a process group of its own, so that a converge may run beside the collectives
+        of the training step.
     """
 
     def __init__(
@@ -66,28 +96,46 @@ class Converge:
         tensors: Iterable[Tensor],
         replicas: Replicas,
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        wire: str = "fp32",
+        fragments: int = 1,
+        outer: OuterStep | None = None,
+        own_group: bool = False,
     ) -> None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
             raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
-        self.replicas = replicas
+        if wire not in WIRES:
+            raise ValueError(f"wire must be one of {list(WIRES)}, got {wire!r}")
         self.tensors = distinct(tensors)
-        self.bucket_bytes = bucket_bytes
-        self._checked = False
-        self._staging: dict[tuple[torch.dtype, torch.device], deque[Tensor]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        wide = [t for t in self.tensors if t.dtype in (torch.float32, torch.float64)]
-        narrow = [t for t in self.tensors if t.dtype not in (torch.float32, torch.float64)]
-        # The exact mean receives as much as it stages: two halves make the same two buckets.
-        cap = max(1, bucket_bytes // 2) if self._exact else bucket_bytes
-        direct = None if self._exact else DIRECT_BYTES
-        self.plans = [
-            p
-            for p in (
-                plan(wide, bucket_bytes=cap, direct_bytes=direct),
-                plan(narrow, bucket_bytes=cap, direct_bytes=None, itemsize=4),
-            )
-            if p.buckets
+        self.replicas = _with_own_group(replicas) if own_group else replicas
+        self.outer = outer
+        self.fragments = fragments
+        self._shelf = Shelf()
+        self._wide = _wide_wire(self.replicas, self.device)
+        self._wire = {"fp32": self._wide, "bf16": Bf16(self.replicas), "int8": Int8(self.replicas)}[
+            wire
         ]
+        self.plan = self._plan(bucket_bytes, overlapped=own_group)
+        self._fragment_of = _fragment_of(self.plan.buckets, fragments)
+        self._points: dict[int, Tensor] = {}
+        self._residuals: dict[int, Tensor] = {}
+        self._momenta: dict[int, Tensor] = {}
+        self._checked = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _plan(self, bucket_bytes: int, *, overlapped: bool) -> Plan:
+        cap, direct = bucket_bytes, DIRECT_BYTES
+        if isinstance(self._wide, Exact):
+            cap = max(1, cap // 2)  # it receives as much as it stages: two halves make one bucket
+        if self.fragments > 1:
+            cap = max(1, min(cap, sum(t.nbytes for t in self.tensors) // self.fragments))
+        whole = isinstance(self._wire, AllReduce) and self.fragments == 1 and not overlapped
+        return plan(
+            self.tensors,
+            bucket_bytes=cap,
+            direct_bytes=direct if whole else None,
+            itemsize=4,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -102,20 +150,112 @@ class Converge:
         return self.average([row[0] == 1.0 for row in rows])
 
     @torch.no_grad()
-    def healthy(self) -> bool:
+    def healthy(self, fragment: int | None = None) -> bool:
         """True when every local element is finite. One read, one host synchronisation."""
-        spans = [s for p in self.plans for s in p.spans]
-        if not spans:
+        views = self._memory(fragment)
+        if not views:
             return True
-        sums = torch.stack([s.sum(dtype=_summed(s)).to(self.device) for s in spans])
+        sums = torch.stack([v.sum(dtype=_summed(v)).to(self.device) for v in views])
         if bool(sums.isfinite().all()):
             return True
         # A sum may overflow although its terms are finite: only now look at each element.
-        return all(bool(s.isfinite().all()) for s in spans)
+        return all(bool(v.isfinite().all()) for v in views)
 
     @torch.no_grad()
-    def average(self, included: Sequence[bool]) -> Outcome:
+    def average(self, included: Sequence[bool], fragment: int | None = None) -> Outcome:
         """The mean over the replicas in `included`, the same sequence on every rank."""
+        begin = time.perf_counter()
+        chosen = self._check(included, fragment)
+        with self._side_stream():
+            self._fly((b, self._flight(i, b, included)) for i, b in chosen)
+        sent = sum(self._sent_bytes(b) for _, b in chosen)
+        return Outcome(tuple(included), time.perf_counter() - begin, sent)
+
+    @torch.no_grad()
+    def start(self, included: Sequence[bool], fragment: int | None = None) -> Pending:
+        """Begin the averaging in the background; `finish()` of the result folds it in:
+
+            theta <- theta_now + (mean - theta_at_start)
+
+        A replica that is left out takes the mean as it is. Memory: one copy of what is averaged
+        beside the staging. The converge needs `own_group=True`.
+        """
+        return Pending(self, self._check(included, fragment), included)
+
+    def replicas_agree(self) -> bool:
+        """True when all replicas hold the same bits, by a checksum: one read, one exchange."""
+        total = 0
+        for s in self.plan.spans:
+            whole = s.view(_INTEGER[s.dtype.itemsize]).sum(dtype=torch.int64)
+            total = (total * 1000003 + int(whole)) % 2**52  # exact as a float64
+        rows = self.replicas.exchange([float(total)], self.device)
+        return all(row == rows[0] for row in rows)
+
+    # -- the pipeline ---------------------------------------------------------------------------
+
+    def _fly(self, flights: Iterable[tuple[Bucket, Flight]]) -> None:
+        """One behind the other: the next is started before the oldest has landed."""
+        airborne: deque[tuple[bool, Flight]] = deque()
+        for bucket, flight in flights:
+            staged = not isinstance(self._wire_of(bucket), AllReduce) or not _lies_flat(bucket)
+            while len(airborne) >= IN_FLIGHT or (staged and sum(s for s, _ in airborne) >= 2):
+                _land(airborne.popleft()[1])
+            next(flight)
+            airborne.append((staged, flight))
+        while airborne:
+            _land(airborne.popleft()[1])
+
+    def _flight(self, index: int, bucket: Bucket, included: Sequence[bool]) -> Flight:
+        """One bucket: gathered (or where it lies), averaged, scattered."""
+        views = self.plan.views(bucket)
+        flat = views[0] if _lies_flat(bucket) else self._shelf.borrow(*_staging(bucket))
+        if not _lies_flat(bucket):
+            gather(views, flat)
+        yield from self._mean(index, bucket, flat, included)
+        if not _lies_flat(bucket):
+            scatter(flat, views)
+            self._shelf.give_back(flat)
+
+    def _mean(self, index: int, bucket: Bucket, flat: Tensor, included: Sequence[bool]) -> Flight:
+        """The mean of a flat bucket in place, with the outer step and what is remembered."""
+        point = self._points.get(index)
+        wire = self._wire_of(bucket) if point is not None or self._forgetful else self._wide
+        memory = None
+        if isinstance(wire, Int8) and point is not None:
+            residual = self._residuals.setdefault(index, torch.zeros_like(point))
+            memory = Memory(point, residual)
+        yield from wire.flight(flat, included, memory)
+        if self.outer is not None and point is not None:
+            momentum = self._momenta.setdefault(index, torch.zeros_like(point))
+            outer_step(flat, point, momentum, self.outer)
+        if self.outer is not None or isinstance(self._wire_of(bucket), Int8):
+            self._points[index] = flat.clone() if point is None else point.copy_(flat)
+
+    @property
+    def _forgetful(self) -> bool:
+        """True when the wire needs no last converged point: else the first mean is in fp32."""
+        return not isinstance(self._wire, Int8)
+
+    def _wire_of(self, bucket: Bucket) -> Wire:
+        return self._wide if bucket.dtype == torch.float64 else self._wire
+
+    def _sent_bytes(self, bucket: Bucket) -> int:
+        return self._wire_of(bucket).sent_bytes(bucket.numel, _staging(bucket)[1].itemsize)
+
+    def _memory(self, fragment: int | None) -> list[Tensor]:
+        if fragment is None:
+            return list(self.plan.spans)
+        return [v for _, b in self._chosen(fragment) for v in self.plan.views(b)]
+
+    def _chosen(self, fragment: int | None) -> list[tuple[int, Bucket]]:
+        return [
+            (i, b)
+            for i, b in enumerate(self.plan.buckets)
+            if fragment is None or self._fragment_of[i] == fragment
+        ]
+
+    def _check(self, included: Sequence[bool], fragment: int | None) -> list[tuple[int, Bucket]]:
+        """The buckets to average; errors, the same on every rank, before anything is written."""
         if len(included) != self.replicas.size:
             raise ValueError(
                 f"one flag for each of {self.replicas.size} replicas, got {len(included)}"
@@ -126,182 +266,126 @@ class Converge:
                 "the parameters are left as they were. Resume from the last checkpoint with a "
                 "lower learning rate or spread"
             )
-        begin = time.perf_counter()
-        sent = 0
-        if self.replicas.size > 1:
-            self._agree_on_plan()
-            for p in self.plans:
-                self._run([self._flight(p, b, included) for b in p.buckets], p)
-                sent += sum(self._wire_bytes(b) for b in p.buckets)
-        return Outcome(tuple(included), time.perf_counter() - begin, sent)
-
-    def replicas_agree(self) -> bool:
-        """True when all replicas hold the same bits, by a checksum: one read, one exchange."""
-        total = 0
-        for s in (s for p in self.plans for s in p.spans):
-            whole = s.view(_INTEGER[s.dtype.itemsize]).sum(dtype=torch.int64)
-            total = (total * 1000003 + int(whole)) % 2**52  # exact as a float64
-        rows = self.replicas.exchange([float(total)], self.device)
-        return all(row == rows[0] for row in rows)
-
-    # -- the pipeline ---------------------------------------------------------------------------
-
-    def _run(self, flights: Sequence[Flight], p: Plan) -> None:
-        """Flights one behind the other: the next is started before the oldest is finished."""
-        if p.spans[0].device.type == "cuda":
-            with self._side_stream(p.spans[0].device):
-                self._fly(flights, p)
-        else:
-            self._fly(flights, p)
-
-    def _fly(self, flights: Sequence[Flight], p: Plan) -> None:
-        airborne: deque[tuple[bool, Flight]] = deque()
-        for flight, bucket in zip(flights, p.buckets, strict=True):
-            staged = self._stages(bucket)
-            while len(airborne) >= IN_FLIGHT or (staged and sum(s for s, _ in airborne) >= 2):
-                _land(airborne.popleft()[1])
-            next(flight)
-            airborne.append((staged, flight))
-        while airborne:
-            _land(airborne.popleft()[1])
-
-    def _flight(self, p: Plan, bucket: Bucket, included: Sequence[bool]) -> Flight:
-        reduce = self._exact_mean if self._exact else self._reduced_mean
-        return reduce(p.views(bucket), bucket, included)
-
-    def _reduced_mean(
-        self, views: list[Tensor], bucket: Bucket, included: Sequence[bool]
-    ) -> Flight:
-        """All-reduce of one bucket: where it lies, or through a staging buffer."""
-        mine = included[self.replicas.rank]
-        flat, release = self._gathered(views, bucket, wanted=mine)
-        average = self._averages and all(included)
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work = dist.all_reduce(flat, op=op, group=self.replicas.group, async_op=True)
-        yield
-        work.wait()
-        if not average:
-            flat.mul_(1.0 / sum(included))
-        _scatter(flat, views)
-        release()
-
-    def _exact_mean(self, views: list[Tensor], bucket: Bucket, included: Sequence[bool]) -> Flight:
-        """Scatter, sum in float64, gather: the bytes of a ring all-reduce, rounded once.
-
-        Rank j owns segment j: all send it their segment j, it sums the included ones in
-        float64, divides, rounds, and sends the result to all.
-        """
-        n, me = self.replicas.size, self.replicas.rank
-        flat, release = self._gathered(views, bucket, wanted=True)
-        segments = list(flat.tensor_split(n))
-        received = self._borrow(bucket, n * segments[me].numel())
-        rows = list(received.view(n, -1)) if segments[me].numel() else [received] * n
-        flags = _post(self.replicas, sends=segments, receives=rows)
-        yield
-        _wait(flags)
-        rows[me].copy_(segments[me])
-        for block in _blocks(rows, included):
-            mean = torch.stack(block).double().sum(0).div_(sum(included))
-            block[0].copy_(mean)
-        first = rows[next(r for r in range(n) if included[r])]
-        segments[me].copy_(first)
-        _wait(_post(self.replicas, sends=[segments[me]] * n, receives=segments))
-        _scatter(flat, views)
-        release()
-        self._give_back(bucket, received)
-
-    # -- memory ---------------------------------------------------------------------------------
-
-    def _stages(self, bucket: Bucket) -> bool:
-        return self._exact or len(bucket.pieces) > 1 or _staging_dtype(bucket) != bucket.dtype
-
-    def _gathered(
-        self, views: list[Tensor], bucket: Bucket, *, wanted: bool
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """The bucket as one run of memory, and the call that gives the staging back."""
-        if len(views) == 1 and _staging_dtype(bucket) == bucket.dtype:
-            if not wanted:
-                views[0].zero_()
-            return views[0], lambda: None
-        flat = self._borrow(bucket, bucket.numel)
-        if wanted:
-            for piece, view in zip(bucket.pieces, views, strict=True):
-                flat[piece.offset : piece.offset + piece.length].copy_(view)
-        else:
-            flat.zero_()
-        return flat, lambda: self._give_back(bucket, flat)
-
-    def _borrow(self, bucket: Bucket, numel: int) -> Tensor:
-        """A kept buffer: the first touch of fresh memory costs more than the copy into it."""
-        dtype = _staging_dtype(bucket)
-        shelf = self._staging.setdefault((dtype, bucket.device), deque())
-        for i, buffer in enumerate(shelf):
-            if buffer.numel() >= numel:
-                del shelf[i]
-                return buffer[:numel]
-        return torch.empty(numel, dtype=dtype, device=bucket.device)
-
-    def _give_back(self, bucket: Bucket, buffer: Tensor) -> None:
-        whole = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.itemsize,), (1,), 0)
-        self._staging[_staging_dtype(bucket), bucket.device].append(whole)
-
-    # -- the group ------------------------------------------------------------------------------
-
-    @property
-    def _backend(self) -> str:
-        if self.replicas.group is None:
-            return "none"
-        return str(dist.get_backend(self.replicas.group))
-
-    @property
-    def _averages(self) -> bool:
-        return "nccl" in self._backend and self.device.type == "cuda"
-
-    @property
-    def _exact(self) -> bool:
-        return self.replicas.size > 2 and not self._averages
-
-    def _wire_bytes(self, bucket: Bucket) -> int:
-        n = self.replicas.size
-        return bucket.numel * _staging_dtype(bucket).itemsize * 2 * (n - 1) // n
+        if self.replicas.size == 1:
+            return []
+        self._agree_on_plan()
+        return self._chosen(fragment)
 
     def _agree_on_plan(self) -> None:
         """Once: a hang or a wrong mean becomes an error that names the first difference."""
         if self._checked:
             return
-        group = self.replicas._connected()
-        mine = [line for p in self.plans for line in p.layout]
-        digest = b"".join(p.fingerprint for p in self.plans).ljust(64, b"\0")[:64]
-        sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
-        rows = [torch.empty_like(sent) for _ in range(self.replicas.size)]
+        n, group = self.replicas.size, self.replicas.connected()
+        sent = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
+        sent = sent.to(self.device)
+        rows = [torch.empty_like(sent) for _ in range(n)]
         dist.all_gather(rows, sent, group=group)
         if any(not torch.equal(row, rows[0]) for row in rows):
-            layouts: list[list[str]] = [[] for _ in range(self.replicas.size)]
-            dist.all_gather_object(layouts, mine, group=group)
+            layouts: list[tuple[str, ...]] = [() for _ in range(n)]
+            dist.all_gather_object(layouts, self.plan.layout, group=group)
             raise ValueError(_first_difference(layouts))
         self._checked = True
 
-    def _side_stream(self, device: torch.device) -> _OnStream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return _OnStream(self._streams[device])
+    @contextlib.contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """On CUDA: a stream of its own, ordered by events, no device-wide synchronisation."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(self.device, torch.cuda.Stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next converge builds on; equal on all replicas."""
+        return {"points": dict(self._points), "momenta": dict(self._momenta)}
+
+    def replica_state_dict(self) -> dict[str, Any]:
+        """What belongs to this replica alone: the residuals of the int8 wire."""
+        return {"residuals": dict(self._residuals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue another run's converges, with the same tensors and caps."""
+        for name in ("points", "momenta", "residuals"):
+            for index, saved in state.get(name, {}).items():
+                bucket = self.plan.buckets[index] if index < len(self.plan.buckets) else None
+                if bucket is None or saved.numel() != bucket.numel:
+                    raise ValueError(
+                        f"the state's bucket {index} has {saved.numel()} elements and this plan's "
+                        f"{bucket.numel if bucket else 0}: keep the model and bucket_bytes"
+                    )
+                getattr(self, f"_{name}")[index] = saved.to(bucket.device, copy=True)
 
 
-class _OnStream:
-    """Work inside runs on a side stream, ordered after and before the current one by events."""
+class Pending:
+    """An averaging under way in the background, from a copy of the tensors at its start."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        self.context = torch.cuda.stream(stream)
+    def __init__(
+        self, converge: Converge, chosen: list[tuple[int, Bucket]], included: Sequence[bool]
+    ) -> None:
+        self.converge = converge
+        self.chosen = chosen
+        self.included = tuple(included)
+        self._error: BaseException | None = None
+        self._begin = time.perf_counter()
+        self._copies = [self._copy(b) for _, b in chosen]
+        self._device = converge.device
+        self._ready = torch.cuda.Event() if self._device.type == "cuda" else None
+        if self._ready is not None:
+            self._ready.record()
+        self._thread = threading.Thread(target=self._work, name="hdet-converge", daemon=True)
+        self._thread.start()
 
-    def __enter__(self) -> None:
-        self.current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(self.current)
-        self.context.__enter__()
+    def _copy(self, bucket: Bucket) -> Tensor:
+        flat = self.converge._shelf.borrow(*_staging(bucket))
+        return gather(self.converge.plan.views(bucket), flat)
 
-    def __exit__(self, *error: object) -> None:
-        self.context.__exit__(*error)
-        self.current.wait_stream(self.stream)
+    def _work(self) -> None:
+        try:
+            with torch.no_grad(), self.converge._side_stream():
+                if self._ready is not None:
+                    self._ready.wait(torch.cuda.current_stream(self._device))
+                self.converge._fly(
+                    (b, self._flight(i, b, copy))
+                    for (i, b), copy in zip(self.chosen, self._copies, strict=True)
+                )
+                if self._ready is not None:
+                    self._ready.record()
+        except BaseException as error:
+            self._error = error
+
+    def _flight(self, index: int, bucket: Bucket, start: Tensor) -> Flight:
+        """start <- mean - start: what the fold adds. A replica left out takes the mean."""
+        shelf = self.converge._shelf
+        mean = shelf.borrow(*_staging(bucket)).copy_(start)
+        yield from self.converge._mean(index, bucket, mean, self.included)
+        if self.included[self.converge.replicas.rank]:
+            torch.sub(mean, start, out=start)
+        else:
+            start.copy_(mean)
+        shelf.give_back(mean)
+
+    @torch.no_grad()
+    def finish(self) -> Outcome:
+        """Wait for the averaging and fold it into the tensors."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._ready is not None:
+            self._ready.wait(torch.cuda.current_stream(self._device))
+        mine = self.included[self.converge.replicas.rank]
+        for (_, bucket), correction in zip(self.chosen, self._copies, strict=True):
+            views = self.converge.plan.views(bucket)
+            for view, part in zip(views, correction.split([v.numel() for v in views]), strict=True):
+                view.add_(part) if mine else view.copy_(part)
+            self.converge._shelf.give_back(correction)
+        sent = sum(self.converge._sent_bytes(b) for _, b in self.chosen)
+        return Outcome(self.included, time.perf_counter() - self._begin, sent)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -310,58 +394,80 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor if inner is None else inner).detach()
 
 
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
-
-
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The local memory of each tensor, a tensor listed twice only once."""
     return [local(t) for t in {id(t): t for t in tensors}.values()]
 
 
-def _staging_dtype(bucket: Bucket) -> torch.dtype:
-    return bucket.dtype if bucket.dtype == torch.float64 else torch.float32
+def gather(views: Sequence[Tensor], flat: Tensor) -> Tensor:
+    """Copy the views one behind the other into `flat`, cast to its type."""
+    for view, part in zip(views, flat.split([v.numel() for v in views]), strict=True):
+        part.copy_(view)
+    return flat
 
 
-def _summed(span: Tensor) -> torch.dtype:
-    return torch.float64 if span.dtype == torch.float64 else torch.float32
-
-
-def _scatter(flat: Tensor, views: list[Tensor]) -> None:
-    if len(views) == 1 and views[0].data_ptr() == flat.data_ptr():
-        return
+def scatter(flat: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy `flat` back into the views."""
     for view, part in zip(views, flat.split([v.numel() for v in views]), strict=True):
         view.copy_(part)
+
+
+def outer_step(flat: Tensor, point: Tensor, momentum: Tensor, outer: OuterStep) -> None:
+    """flat <- point + lr (delta + mu u) with u <- mu u + delta, delta = flat - point."""
+    delta = flat.sub_(point)
+    momentum.mul_(outer.momentum).add_(delta)
+    delta.add_(momentum, alpha=outer.momentum).mul_(outer.lr).add_(point)
+
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _wide_wire(replicas: Replicas, device: torch.device) -> Wire:
+    """For full precision: the backend's all-reduce; on gloo only where it rounds once."""
+    native = (
+        device.type == "cuda"
+        and replicas.group is not None
+        and "nccl" in str(dist.get_backend(replicas.group))
+    )
+    if native or replicas.size <= 2:
+        return AllReduce(replicas, native_average=native)
+    return Exact(replicas)
+
+
+def _with_own_group(replicas: Replicas) -> Replicas:
+    if replicas.size == 1:
+        return replicas
+    ranks = dist.get_process_group_ranks(replicas.connected())
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    return dataclasses.replace(replicas, group=group)
+
+
+def _fragment_of(buckets: Sequence[Bucket], fragments: int) -> list[int]:
+    """The part that each bucket belongs to: contiguous, equal in elements as far as can be."""
+    total, seen, parts = max(1, sum(b.numel for b in buckets)), 0, []
+    for b in buckets:
+        parts.append(min(fragments - 1, fragments * seen // total))
+        seen += b.numel
+    return parts
+
+
+def _staging(bucket: Bucket) -> tuple[int, torch.dtype, torch.device]:
+    wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+    return bucket.numel, wide, bucket.device
+
+
+def _lies_flat(bucket: Bucket) -> bool:
+    """True when the bucket is one run of memory in the type that is summed: no copy is needed."""
+    return len(bucket.pieces) == 1 and bucket.dtype in (torch.float32, torch.float64)
+
+
+def _summed(view: Tensor) -> torch.dtype:
+    return torch.float64 if view.dtype == torch.float64 else torch.float32
 
 
 def _land(flight: Flight) -> None:
     for _ in flight:
         pass
-
-
-def _blocks(rows: Sequence[Tensor], included: Sequence[bool]) -> Iterator[list[Tensor]]:
-    """The included rows, cut into blocks that fit the cache."""
-    wanted = [row for row, wanted in zip(rows, included, strict=True) if wanted]
-    yield from (list(block) for block in zip(*(r.split(CACHED) for r in wanted), strict=True))
-
-
-def _post(
-    replicas: Replicas, *, sends: Sequence[Tensor], receives: Sequence[Tensor]
-) -> list[dist.Work]:
-    """Post sends[r] to replica r and receives[r] from it, for every other replica at once."""
-    group = replicas._connected()
-    ops: list[dist.P2POp] = []
-    for step in range(1, replicas.size):
-        to, source = (replicas.rank + step) % replicas.size, (replicas.rank - step) % replicas.size
-        if sends[to].numel():
-            ops.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
-        if receives[source].numel():
-            ops.append(dist.P2POp(dist.irecv, receives[source], group=group, group_peer=source))
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _first_difference(layouts: Sequence[Sequence[str]]) -> str:
@@ -370,8 +476,8 @@ def _first_difference(layouts: Sequence[Sequence[str]]) -> str:
         if len(set(lines)) > 1:
             other = next(r for r, line in enumerate(lines) if line != lines[0])
             return (
-                f"replicas would average different things: tensor {i} is {lines[0]} on replica 0 "
+                f"replicas would average different things: entry {i} is {lines[0]} on replica 0 "
                 f"and {lines[other]} on replica {other}. Build the same model and optimizer on "
                 "every replica, in the same order"
             )
-    return "replicas would average different things: their bucket settings differ"
+    return "replicas would average different things"

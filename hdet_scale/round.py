@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.controller import Steering
-from hdet_scale.converge import Converge, Outcome, distinct
+from hdet_scale.converge import Converge, Outcome, Pending, distinct
 from hdet_scale.factors import Factor
 from hdet_scale.spread import assignment, multipliers
 from hdet_scale.topology import Replicas, is_distributed
@@ -145,6 +145,14 @@ class Round:
         self.listeners: list[Callable[[RoundRecord], None]] = []
         self._tensors, self._moments = tensors, moments
         self._converge: Converge | None = None
+        self._saved: dict[str, Any] = {}
+        self._pending: Pending | None = None
+        self._fold_in = 0
+        policy = config.converge
+        self._due = {
+            math.ceil((i + 1) * config.interval / policy.fragments): i
+            for i in range(policy.fragments)
+        }
         self._warned_without_loss = False
         self._assign()
 
@@ -178,7 +186,24 @@ class Round:
         if loss is not None and self.config.diverges:
             self.meter.add(loss)
         self.steps += 1
-        return self.steps >= self.config.interval
+        self._fold_when_due()
+        ends = self.steps >= self.config.interval
+        if not ends and self.config.diverges and self.steps in self._due:
+            self._converge_now(self._due[self.steps])
+        return ends
+
+    def _fold_when_due(self) -> None:
+        """At a fixed step, so that a run gives the same bits however fast the network was."""
+        if self._pending is not None:
+            self._fold_in -= 1
+            if self._fold_in <= 0:
+                self.complete()
+
+    def complete(self) -> None:
+        """Fold in an averaging that is under way; local, waits for it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def _connect(self) -> None:
         """Replicas declared before init_process_group are found at the first step."""
@@ -201,7 +226,8 @@ class Round:
     def close(self, schedule: Sequence[float], step: int) -> None:
         """End the round after `step` steps in all: exchange, average, steer, reassign."""
         if self.config.diverges:
-            losses, outcome = self._converge_now()
+            last = self.config.converge.fragments - 1
+            losses, outcome = self._converge_now(last if last else None)
             fit = zip(losses, outcome.included, strict=True)
             heard = [loss if ok else math.nan for loss, ok in fit]
             bases = self.steering.bases(schedule)
@@ -217,21 +243,43 @@ class Round:
         Does nothing where they already agree, so that plain training stays plain.
         """
         self._connect()
-        if self.replicas.size == 1 or (self.config.diverges and self.steps == 0):
+        self.complete()
+        if self.replicas.size == 1 or self.replicas_agree:
             return
         if self.config.diverges or not self._prepared().replicas_agree():
-            self._converge_now()
+            self._converge_now(blocking=True)
             self._next()
 
-    def _converge_now(self) -> tuple[list[float], Outcome]:
+    @property
+    def replicas_agree(self) -> bool:
+        """True where the method leaves the replicas equal: right after a blocking converge of
+        everything."""
+        policy = self.config.converge
+        return (
+            self.config.diverges
+            and self.steps == 0
+            and not policy.overlap
+            and policy.fragments == 1
+        )
+
+    def _converge_now(
+        self, fragment: int | None = None, *, blocking: bool = False
+    ) -> tuple[list[float], Outcome]:
+        self.complete()
         converge = self._prepared()
-        losses, included = self._hear(converge)
-        outcome = converge.average(included)
+        losses, included = self._hear(converge, fragment)
         if not all(included):
+            # The others need the bad replica no longer, and it needs all of them.
+            outcome = converge.average(included)
             self._report(included, losses)
             if not self.average_moments:
-                # A quarantined replica takes the others' moments too.
                 Converge(self._moments(), self.replicas).average(included)
+        elif self.config.converge.overlap and not blocking:
+            self._pending = converge.start(included, fragment)
+            self._fold_in = self.config.converge.overlap_steps
+            outcome = Outcome(tuple(included), 0.0, 0)
+        else:
+            outcome = converge.average(included, fragment)
         return losses, outcome
 
     def _next(self) -> None:
@@ -244,15 +292,25 @@ class Round:
         """The converge over today's tensors; the plan is kept while they stay the same."""
         tensors = self._tensors() + (self._moments() if self.average_moments else [])
         if self._converge is None or not _same(self._converge.tensors, tensors):
-            cap = self.config.converge.bucket_bytes
-            self._converge = Converge(tensors, self.replicas, bucket_bytes=cap)
+            policy = self.config.converge
+            self._converge = Converge(
+                tensors,
+                self.replicas,
+                policy.bucket_bytes,
+                wire=policy.wire,
+                fragments=policy.fragments,
+                outer=policy.outer,
+                own_group=policy.overlap,
+            )
+            self._converge.load_state_dict(self._saved)
+            self._saved = {}
         return self._converge
 
-    def _hear(self, converge: Converge) -> tuple[list[float], list[bool]]:
+    def _hear(self, converge: Converge, fragment: int | None) -> tuple[list[float], list[bool]]:
         """Every replica's mean loss and whether it is fit for the mean: one small exchange."""
         has = float(self.meter.count > 0)
         mean = self.meter.total() / self.meter.count if has else 0.0
-        mine = [mean, has, float(converge.healthy())]
+        mine = [mean, has, float(converge.healthy(fragment))]
         rows = self.replicas.exchange(mine, converge.device)
         # A shard without a loss reports (0, 0): the mean over the shards that have one.
         losses = [total / count if count else math.nan for total, count, _ in rows]
@@ -309,7 +367,9 @@ class Round:
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank: no rank, no multiplier, no replica's loss."""
+        """The same on every rank: no rank, no multiplier, no replica's loss. An averaging that
+        is under way is folded in first."""
+        self.complete()
         return {
             "version": STATE_VERSION,
             "round": self.index,
@@ -317,7 +377,26 @@ class Round:
             "replicas": self.replicas.size,
             "factors": [f.name for f in self.factors],
             "steering": self.steering.state_dict(),
+            "converge": {} if self._converge is None else self._converge.state_dict(),
         }
+
+    def replica_state_dict(self) -> dict[str, Any]:
+        """What is this replica's own: the losses of the round, the residuals of the int8 wire."""
+        self.complete()
+        kept = {} if self._converge is None else self._converge.replica_state_dict()
+        return {"losses": self.meter.state_dict(), "converge": kept}
+
+    def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After `load_state_dict`."""
+        self.meter.load_state_dict(state["losses"])
+        self._remember(state["converge"])
+
+    def _remember(self, saved: Mapping[str, Any]) -> None:
+        """For the converge that is there, or for the one that the next round makes."""
+        if self._converge is not None:
+            self._converge.load_state_dict(saved)
+        else:
+            self._saved = {**self._saved, **saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken; the multipliers are this replica's own."""
@@ -325,6 +404,7 @@ class Round:
         self.index, self.steps = int(state["round"]), int(state["steps"])
         self.meter.reset()
         self.steering.load_state_dict(state["steering"])
+        self._remember(state["converge"])
         self._assign()
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -43,8 +43,11 @@ class Exploring:
 
     @property
     def at_boundary(self) -> bool:
-        """True right after a converge: replicas agree, and one checkpoint is right for all."""
-        return self._round.steps == 0
+        """True right after a converge: replicas agree, and one checkpoint is right for all.
+
+        Never with overlap or fragments, where only `finalize()` makes replicas agree.
+        """
+        return self._round.replicas_agree or not self._round.config.diverges
 
     @property
     def replicas(self) -> Replicas:
@@ -65,13 +68,13 @@ class Exploring:
         self._round.listeners.append(listener)
 
     def replica_state_dict(self) -> dict[str, Any]:
-        """This replica's losses of the round under way: for a checkpoint between converges,
-        where each replica saves its own parameters too."""
-        return self._round.meter.state_dict()
+        """What is this replica's own: for a checkpoint between converges, where each replica
+        saves its own parameters too."""
+        return self._round.replica_state_dict()
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `replica_state_dict` saved, after `load_state_dict`."""
-        self._round.meter.load_state_dict(state)
+        self._round.load_replica_state_dict(state)
 
     def _write(self) -> None:
         self._round.write(self._schedule)

@@ -127,10 +127,11 @@ class Replicas:
         if self.size == 1:
             return [mine.tolist()]
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self._connected())
+        dist.all_gather(rows, mine, group=self.connected())
         return [row.tolist() for row in rows]
 
-    def _connected(self) -> Group:
+    def connected(self) -> Group:
+        """The replicas' group, or an error when there is none to reach them."""
         if self.group is None:
             raise RuntimeError(
                 f"{self.size} replicas were declared but there is no process group to reach "
