@@ -260,7 +260,7 @@ def _opened(message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 class Int8Codec:
-    """Packs and unpacks block by block, each block in the cache, in scratch memory that it keeps."""
+    """Packs and unpacks block by block, each in the cache, in scratch memory that it keeps."""
 
     def __init__(self) -> None:
         self._scratch: dict[torch.device, Tensor] = {}
