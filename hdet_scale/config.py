@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hdet_scale.controller import PaperRule
 from hdet_scale.spread import check_spread
 
 GRADIENTS = ("shared", "local")
@@ -76,6 +77,7 @@ class HDETConfig:
         _check_int("interval", self.interval, at_least=1)
         _check_int("warmup_steps", self.warmup_steps, at_least=0)
         _check_int("seed", self.seed, at_least=0)
+        PaperRule(self.loss_scale, self.momentum, self.step_size)  # its own checks
         _check_choice("gradients", self.gradients, GRADIENTS)
         _check_choice("rule", self.rule, RULES)
         _check_choice("decay", self.decay, DECAYS)
