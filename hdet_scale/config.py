@@ -95,6 +95,7 @@ class HDETConfig:
         _check_int("interval", self.interval, at_least=1)
         _check_int("warmup_steps", self.warmup_steps, at_least=0)
         _check_int("seed", self.seed, at_least=0)
+        PaperRule(self.loss_scale, self.momentum, self.step_size)  # its own checks
         _check_choice("gradients", self.gradients, GRADIENTS)
         _check_choice("rule", self.rule, RULES)
         _check_choice("decay", self.decay, DECAYS)
@@ -103,7 +104,6 @@ class HDETConfig:
                 _check_int(name, getattr(self, name), at_least=1, other='or "auto"')
         _read_nested(self, "converge", ConvergePolicy)
         _check_type("converge", self.converge, ConvergePolicy)
-        PaperRule(self.loss_scale, self.momentum, self.step_size)
         self._check_fragments()
 
     def _check_fragments(self) -> None:

@@ -36,7 +36,8 @@ def multipliers(n: int, spread: float) -> list[float]:
     a = check_spread(spread)
     middle = (n - 1) / 2
     d = max(middle, 0.5)
-    return [1.0 + a * (r - middle) / d for r in range(n)]
+    # The quotient first: it is exactly -1 and 1 at the ends, so that no rounding leaves the bounds.
+    return [1.0 + a * ((r - middle) / d) for r in range(n)]
 
 
 def assignment(n: int, *, seed: int, round: int, factor: int | str = 0) -> list[int]:

@@ -1,0 +1,58 @@
+"""Fixtures that several files need: the fleets, and a hypothesis profile that CI can repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.fleet import Fleet
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def fleets() -> Iterator[Callable[[int], Fleet]]:
+    """The fleet of a size; started by the first case it is given, kept to the end."""
+    made: dict[int, Fleet] = {}
+
+    def of(size: int) -> Fleet:
+        return made.setdefault(size, Fleet(size))
+
+    yield of
+    for fleet in made.values():
+        fleet.stop()
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"{n}ranks")
+def fleet(request: pytest.FixtureRequest, fleets: Callable[[int], Fleet]) -> Fleet:
+    """Each size in turn."""
+    return fleets(request.param)
+
+
+@pytest.fixture
+def pair(fleets: Callable[[int], Fleet]) -> Fleet:
+    """Two workers."""
+    return fleets(2)
+
+
+@pytest.fixture
+def trio(fleets: Callable[[int], Fleet]) -> Fleet:
+    """Three workers."""
+    return fleets(3)
+
+
+@pytest.fixture
+def quartet(fleets: Callable[[int], Fleet]) -> Fleet:
+    """Four workers."""
+    return fleets(4)
