@@ -49,6 +49,9 @@ class Plan:
     spans: tuple[Tensor, ...]
     buckets: tuple[Bucket, ...]
     layout: tuple[str, ...]
+    """A line for each tensor."""
+    settings: str
+    """What else shapes the plan."""
 
     @property
     def numel(self) -> int:
@@ -58,7 +61,7 @@ class Plan:
     @property
     def fingerprint(self) -> bytes:
         """Equal on two ranks exactly when their plans are."""
-        return hashlib.sha256("\n".join(self.layout).encode()).digest()
+        return hashlib.sha256("\n".join([*self.layout, self.settings]).encode()).digest()
 
     def views(self, bucket: Bucket) -> list[Tensor]:
         """The memory of a bucket's pieces, in its order."""
@@ -89,10 +92,11 @@ def plan(
         cap = max(1, bucket_bytes // max(itemsize, kind[0].itemsize))
         direct = None if direct_bytes is None else max(1, direct_bytes // kind[0].itemsize)
         buckets += _pack(spans, members, cap, direct)
-    layout = [_describe(t) for t in given]
-    layout.append(f"spans {[s.numel() for s in spans]}")
-    layout.append(f"bucket_bytes {bucket_bytes} direct_bytes {direct_bytes} item {itemsize}")
-    return Plan(tuple(spans), tuple(buckets), tuple(layout))
+    settings = (
+        f"bucket_bytes {bucket_bytes}, direct_bytes {direct_bytes}, item {itemsize}, "
+        f"runs of memory {[s.numel() for s in spans]}"
+    )
+    return Plan(tuple(spans), tuple(buckets), tuple(_describe(t) for t in given), settings)
 
 
 def _pack(

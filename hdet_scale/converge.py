@@ -128,7 +128,8 @@ class Converge:
         if isinstance(self._wide, Exact):
             cap = max(1, cap // 2)  # it receives as much as it stages: two halves make one bucket
         if self.fragments > 1:
-            cap = max(1, min(cap, sum(t.nbytes for t in self.tensors) // self.fragments))
+            # Several buckets for each fragment, so that fragments come out equal.
+            cap = max(1, min(cap, sum(t.nbytes for t in self.tensors) // (4 * self.fragments)))
         whole = isinstance(self._wire, AllReduce) and self.fragments == 1 and not overlapped
         return plan(
             self.tensors,
@@ -281,8 +282,8 @@ class Converge:
         rows = [torch.empty_like(sent) for _ in range(n)]
         dist.all_gather(rows, sent, group=group)
         if any(not torch.equal(row, rows[0]) for row in rows):
-            layouts: list[tuple[str, ...]] = [() for _ in range(n)]
-            dist.all_gather_object(layouts, self.plan.layout, group=group)
+            layouts: list[tuple[tuple[str, ...], str]] = [((), "")] * n
+            dist.all_gather_object(layouts, (self.plan.layout, self.plan.settings), group=group)
             raise ValueError(_first_difference(layouts))
         self._checked = True
 
@@ -302,12 +303,14 @@ class Converge:
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next converge builds on; equal on all replicas."""
-        return {"points": dict(self._points), "momenta": dict(self._momenta)}
-
-    def replica_state_dict(self) -> dict[str, Any]:
-        """What belongs to this replica alone: the residuals of the int8 wire."""
-        return {"residuals": dict(self._residuals)}
+        """What the next converge builds on, by bucket. The last converged points and the outer
+        momenta are equal on all replicas; the residuals of the int8 wire are each replica's own.
+        """
+        return {
+            "points": dict(self._points),
+            "momenta": dict(self._momenta),
+            "residuals": dict(self._residuals),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue another run's converges, with the same tensors and caps."""
@@ -446,7 +449,8 @@ def _fragment_of(buckets: Sequence[Bucket], fragments: int) -> list[int]:
     """The part that each bucket belongs to: contiguous, equal in elements as far as can be."""
     total, seen, parts = max(1, sum(b.numel for b in buckets)), 0, []
     for b in buckets:
-        parts.append(min(fragments - 1, fragments * seen // total))
+        middle = seen + b.numel // 2
+        parts.append(min(fragments - 1, fragments * middle // total))
         seen += b.numel
     return parts
 
@@ -470,14 +474,16 @@ def _land(flight: Flight) -> None:
         pass
 
 
-def _first_difference(layouts: Sequence[Sequence[str]]) -> str:
-    for i in range(max(len(x) for x in layouts)):
-        lines = [x[i] if i < len(x) else "nothing" for x in layouts]
-        if len(set(lines)) > 1:
-            other = next(r for r, line in enumerate(lines) if line != lines[0])
-            return (
-                f"replicas would average different things: entry {i} is {lines[0]} on replica 0 "
-                f"and {lines[other]} on replica {other}. Build the same model and optimizer on "
-                "every replica, in the same order"
-            )
-    return "replicas would average different things"
+def _first_difference(layouts: Sequence[tuple[Sequence[str], str]]) -> str:
+    said = "replicas would average different things: "
+    advice = ". Build the same model and optimizer on every replica, in the same order"
+    tensors = [lines for lines, _ in layouts]
+    for i in range(max(len(lines) for lines in tensors)):
+        found = [lines[i] if i < len(lines) else "nothing" for lines in tensors]
+        for replica, line in enumerate(found):
+            if line != found[0]:
+                both = f"{found[0]} on replica 0 and {line} on replica {replica}"
+                return f"{said}tensor {i} is {both}{advice}"
+    settings = [text for _, text in layouts]
+    replica = next(r for r, text in enumerate(settings) if text != settings[0])
+    return f"{said}{settings[0]} on replica 0 and {settings[replica]} on replica {replica}{advice}"

@@ -377,19 +377,23 @@ class Round:
             "replicas": self.replicas.size,
             "factors": [f.name for f in self.factors],
             "steering": self.steering.state_dict(),
-            "converge": {} if self._converge is None else self._converge.state_dict(),
+            "converge": self._remembered("points", "momenta"),
         }
 
     def replica_state_dict(self) -> dict[str, Any]:
         """What is this replica's own: the losses of the round, the residuals of the int8 wire."""
         self.complete()
-        kept = {} if self._converge is None else self._converge.replica_state_dict()
-        return {"losses": self.meter.state_dict(), "converge": kept}
+        return {"losses": self.meter.state_dict(), "converge": self._remembered("residuals")}
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """After `load_state_dict`."""
         self.meter.load_state_dict(state["losses"])
         self._remember(state["converge"])
+
+    def _remembered(self, *names: str) -> dict[str, Any]:
+        """What the converge keeps, or what was loaded for the one that is not there yet."""
+        kept = self._saved if self._converge is None else self._converge.state_dict()
+        return {name: kept.get(name, {}) for name in names}
 
     def _remember(self, saved: Mapping[str, Any]) -> None:
         """For the converge that is there, or for the one that the next round makes."""
