@@ -7,7 +7,11 @@ from torch.optim import Optimizer
 
 
 class Averaged:
-    """The trained parameters of an optimizer and the float buffers of a model, when asked."""
+    """The trained parameters of an optimizer, their moments, and a model's float buffers.
+
+    Listed each time they are asked for: an optimizer creates its moments late, and a user may add
+    param groups.
+    """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
         self.optimizer = optimizer
@@ -20,8 +24,24 @@ class Averaged:
             if b.is_floating_point() and not b.is_meta and not bool(b.isfinite().all())
         }
 
-    def __call__(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers."""
         return trained(self.optimizer) + self._buffers()
+
+    def moments(self) -> list[Tensor]:
+        """The optimizer's state of the shape of its parameter."""
+        return moments_of(self.optimizer)
+
+    def moments_drift(self, gradients: str) -> bool:
+        """True when replicas' moments come apart within a round.
+
+        With local gradients always. With shared ones when a weight decay is added to the
+        gradient: the decay term is the replica's own.
+        """
+        return gradients == "local" or any(
+            g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", False)
+            for g in self.optimizer.param_groups
+        )
 
     def _buffers(self) -> list[Tensor]:
         if self.model is None:
@@ -47,15 +67,3 @@ def moments_of(optimizer: Optimizer) -> list[Tensor]:
         for _, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
     ]
-
-
-def moments_drift(optimizer: Optimizer, gradients: str) -> bool:
-    """True when replicas' moments come apart within a round.
-
-    With local gradients always. With shared ones when a weight decay is added to the gradient:
-    the decay term is the replica's own.
-    """
-    return gradients == "local" or any(
-        g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", False)
-        for g in optimizer.param_groups
-    )

@@ -11,6 +11,7 @@ no host synchronisation.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import numbers
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hdet_scale.averaged import Averaged
 from hdet_scale.config import HDETConfig
 from hdet_scale.controller import Steering
 from hdet_scale.converge import Converge, Outcome, Pending, distinct
@@ -117,11 +119,7 @@ def check_loss(loss: object) -> Tensor | float | None:
 
 
 class Round:
-    """The cycle for a set of factors; it is told at each step what the schedule says.
-
-    `tensors()` and `moments()` list what is averaged, at the time they are called: an optimizer
-    creates its moments late and a user may add param groups.
-    """
+    """The cycle for a set of factors; it is told at each step what the schedule says."""
 
     def __init__(
         self,
@@ -130,20 +128,17 @@ class Round:
         replicas: Replicas,
         config: HDETConfig,
         steering: Steering,
-        tensors: Callable[[], list[Tensor]],
-        moments: Callable[[], list[Tensor]],
-        average_moments: bool,
+        averaged: Averaged,
         step: int = 0,
     ) -> None:
         self.factors = list(factors)
         self.steering = steering
-        self.average_moments = average_moments
+        self.averaged = averaged
         self.replicas = replicas
         self.config = config
         self.index, self.steps = divmod(step, config.interval)
         self.meter = LossMeter()
         self.listeners: list[Callable[[RoundRecord], None]] = []
-        self._tensors, self._moments = tensors, moments
         self._converge: Converge | None = None
         self._saved: dict[str, Any] = {}
         self._pending: Pending | None = None
@@ -154,6 +149,26 @@ class Round:
             for i in range(policy.fragments)
         }
         self._warned_without_loss = False
+        self._assign()
+
+    @property
+    def average_moments(self) -> bool:
+        """Whether a converge averages the optimizer's moments too."""
+        asked = self.config.converge.moments
+        return self.averaged.moments_drift(self.config.gradients) if asked is None else asked
+
+    def rehome(self, replicas: Replicas, model: nn.Module | None, gradients: str | None) -> None:
+        """Another set of replicas, between two rounds."""
+        if self.steps:
+            raise ValueError(
+                f"the replicas can change only at a converge, and this round is {self.steps} steps "
+                "old: call finalize() first"
+            )
+        if gradients is not None:
+            self.config = dataclasses.replace(self.config, gradients=gradients)
+        if model is not None and self.config.converge.buffers:
+            self.averaged = Averaged(self.averaged.optimizer, model)
+        self.replicas, self._converge = replicas, None
         self._assign()
 
     # -- fan-out --------------------------------------------------------------------------------
@@ -237,14 +252,21 @@ class Round:
             self._publish(losses, values, schedule, outcome, step)
         self._next()
 
-    def finalize(self) -> None:
+    def finalize(self, *, moments: bool = False) -> None:
         """Make the replicas agree now, whatever is left of the round; collective.
 
-        Does nothing where they already agree, so that plain training stays plain.
+        Does nothing where they already agree, so that plain training stays plain. `moments`:
+        the optimizer's too, though the policy leaves them to each replica.
         """
         self._connect()
         self.complete()
-        if self.replicas.size == 1 or self.replicas_agree:
+        if self.replicas.size == 1:
+            return
+        if moments and not self.average_moments:
+            apart = Converge(self.averaged.moments(), self.replicas)
+            if not apart.replicas_agree():
+                apart()
+        if self.replicas_agree:
             return
         if self.config.diverges or not self._prepared().replicas_agree():
             self._converge_now(blocking=True)
@@ -273,7 +295,7 @@ class Round:
             outcome = converge.average(included)
             self._report(included, losses)
             if not self.average_moments:
-                Converge(self._moments(), self.replicas).average(included)
+                Converge(self.averaged.moments(), self.replicas).average(included)
         elif self.config.converge.overlap and not blocking:
             self._pending = converge.start(included, fragment)
             self._fold_in = self.config.converge.overlap_steps
@@ -288,9 +310,14 @@ class Round:
         self.meter.reset()
         self._assign()
 
+    def tensors(self) -> list[Tensor]:
+        """What a converge averages today."""
+        moments = self.averaged.moments() if self.average_moments else []
+        return self.averaged.tensors() + moments
+
     def _prepared(self) -> Converge:
         """The converge over today's tensors; the plan is kept while they stay the same."""
-        tensors = self._tensors() + (self._moments() if self.average_moments else [])
+        tensors = self.tensors()
         if self._converge is None or not _same(self._converge.tensors, tensors):
             policy = self.config.converge
             self._converge = Converge(

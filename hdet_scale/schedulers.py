@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_scale import ddp
-from hdet_scale.averaged import Averaged, moments_drift, moments_of
+from hdet_scale.averaged import Averaged
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.factors import Factor, LearningRate, learning_rates
@@ -32,6 +32,8 @@ class Exploring:
     """What both schedulers offer on top of a torch scheduler; it is given a Round."""
 
     optimizer: Optimizer
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
     _round: Round
     _schedule: list[float]
     """What the schedule says for the next step, one value a factor."""
@@ -91,6 +93,43 @@ class Exploring:
         self._undo: list[Callable[[], None]] = [hook.remove]
         if cycle.config.gradients == "local" and isinstance(model, DistributedDataParallel):
             self._undo.append(ddp.keep_gradients_local(model))
+
+    @property
+    def interval(self) -> int:
+        """T."""
+        return self._round.config.interval
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Cap of a staging bucket of the converge."""
+        return self._round.config.converge.bucket_bytes
+
+    @property
+    def converge_remembers(self) -> bool:
+        """True when a converge builds on the last one: the int8 wire, an outer step."""
+        policy = self._round.config.converge
+        return policy.wire == "int8" or policy.outer is not None
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this run so far, in whole rounds and the one under way."""
+        return self._round.index * self.interval + self._round.steps
+
+    def averaged_tensors(self) -> list[Tensor]:
+        """What a converge averages now."""
+        return self._round.tensors()
+
+    def agree_for_checkpoint(self) -> None:
+        """Make parameters, buffers and moments the same on all replicas; collective."""
+        self._round.finalize(moments=True)
+        self._write()
+
+    def rehome(
+        self, replicas: Replicas, model: nn.Module | None, gradients: str | None = None
+    ) -> None:
+        """Explore among other replicas, from a converge boundary on; an engine calls it."""
+        self._round.rehome(replicas, model, gradients)
+        self._write()
 
     def detach(self) -> None:
         """Take back every hook; the learning rates stay as they are."""
@@ -158,8 +197,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         )
         steps = _total_steps(total_steps, epochs, steps_per_epoch)
         _check_takeover(config, steps, div_factor, final_div_factor)
-        where = _place(replicas, rank, world_size)
-        _check_tensors(optimizer, where)
+        where = _place(optimizer, replicas, rank, world_size)
         super().__init__(
             optimizer,
             max_lr,
@@ -268,8 +306,7 @@ class AutoLR(Exploring, LRScheduler):
                 f"decay={config.decay!r} needs a schedule with a known floor: AutoLR follows the "
                 "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
             )
-        where = _place(replicas, 0, 1)
-        _check_tensors(self.optimizer, where)
+        where = _place(self.optimizer, replicas, 0, 1)
         chosen = learning_rates(self.optimizer) if factors is None else list(factors)
         descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
         self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
@@ -369,11 +406,21 @@ def _check_takeover(
         literal_decay(div_factor, final_div_factor, 1)
 
 
-def _place(replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
+def _place(optimizer: Optimizer, replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
+    """This rank's place: as given, from the mesh of sharded parameters, or a rank a replica."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
+            "DeepSpeed use hdet_scale.deepspeed.initialize)"
+        )
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    if replicas is None and any(hasattr(p, "device_mesh") for p in params):
+        return Replicas.of_sharded(params)
     if replicas is not None:
         if not isinstance(replicas, Replicas):
             raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
         return replicas
+    ddp.refuse_sharded(params)
     declared = Replicas(rank=rank, size=world_size)
     if not is_distributed():
         return declared
@@ -384,17 +431,6 @@ def _place(replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
             f"{world.size}: leave them out, or pass replicas= for another layout"
         )
     return world
-
-
-def _check_tensors(optimizer: Optimizer, where: Replicas) -> None:
-    """Refuse parameters that are slices, unless the replicas say so."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
-            "DeepSpeed use hdet_scale.deepspeed.initialize)"
-        )
-    if where.shard_size == 1 and where.group in (None, Replicas.world().group):
-        ddp.refuse_sharded(p for g in optimizer.param_groups for p in g["params"])
 
 
 def _make_round(
@@ -409,14 +445,11 @@ def _make_round(
     # With spread 0 there is nothing to compare: the schedule stays the user's.
     steers = config.rule != "none" and config.spread > 0
     rule = functools.partial(PaperRule, config.loss_scale, config.momentum, config.step_size)
-    moments = config.converge.moments
     return Round(
         factors=factors,
         replicas=where,
         config=config,
         steering=Steering([f.name for f in factors], rule if steers else None, descent),
-        tensors=Averaged(optimizer, model if config.converge.buffers else None),
-        moments=functools.partial(moments_of, optimizer),
-        average_moments=moments_drift(optimizer, config.gradients) if moments is None else moments,
+        averaged=Averaged(optimizer, model if config.converge.buffers else None),
         step=step,
     )

@@ -13,9 +13,9 @@ Resolved once into this small typed object; nothing else in the package asks for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class Replicas:
         the fast links of a node and only the converge crosses them.
         """
         world = dist.get_world_size() if is_distributed() else 1
-        shards = _shard_size(world, shard_size=shard_size, replicas=replicas)
+        shards = shard_size_of(world, shard_size=shard_size, replicas=replicas)
         if shards == 1:
             return cls.world()
         me = dist.get_rank()
@@ -100,16 +100,49 @@ class Replicas:
                 f"the mesh has further dimensions {extra}: pass the sub-mesh of replicas and "
                 f'shards alone, mesh["{replica}", "{shard}"]'
             )
-        sharded = shard in names and mesh.get_group(shard).size() > 1
         group = mesh.get_group(replica)
-        shard_group = mesh.get_group(shard) if sharded else None
+        if shard in names:
+            return cls._from_groups(group, mesh.get_group(shard))
+        return cls(rank=group.rank(), size=group.size(), group=group)
+
+    @classmethod
+    def of_sharded(cls, params: Iterable[torch.Tensor]) -> Replicas:
+        """The replicas behind DTensor parameters, from the mesh that they lie on; collective.
+
+        HSDP: a mesh of replicas x shards. A mesh of shards alone that is smaller than the world:
+        the other ranks hold the other replicas.
+        """
+        lying: list[Any] = [p for p in params if hasattr(p, "device_mesh")]
+        meshes = {p.device_mesh: p.placements for p in lying}
+        if len(meshes) != 1:
+            raise ValueError(
+                f"the parameters lie on {len(meshes)} device meshes: one mesh of replicas x shards "
+                "is needed for all of them; pass replicas=Replicas.from_mesh(mesh)"
+            )
+        ((mesh, placements),) = meshes.items()
+        world = dist.get_world_size()
+        if mesh.ndim == 2 and placements[0].is_replicate():
+            return cls._from_groups(mesh.get_group(0), mesh.get_group(1))
+        if mesh.ndim == 1 and (mesh.size() < world or world == 1):
+            first = mesh.mesh.flatten().tolist()
+            if first == list(range(first[0], first[0] + mesh.size())):
+                return cls.of(shard_size=mesh.size())
+        raise ValueError(
+            f"the parameters are sharded over a mesh of shape {tuple(mesh.shape)} with placements "
+            f"{placements} in a world of {world} ranks: there are no replicas to diverge. "
+            + advise_mesh(world, mesh.device_type)
+        )
+
+    @classmethod
+    def _from_groups(cls, group: Group, shard_group: Group) -> Replicas:
+        sharded = shard_group.size() > 1
         return cls(
             rank=group.rank(),
             size=group.size(),
             group=group,
-            shard_rank=shard_group.rank() if shard_group else 0,
-            shard_size=shard_group.size() if shard_group else 1,
-            shard_group=shard_group,
+            shard_rank=shard_group.rank() if sharded else 0,
+            shard_size=shard_group.size(),
+            shard_group=shard_group if sharded else None,
         )
 
     def exchange(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
@@ -140,6 +173,19 @@ class Replicas:
         return self.group
 
 
+def advise_mesh(world: int, device: str) -> str:
+    """What a user can write: the layouts that the world allows, and the line of one of them."""
+    layouts = [(world // s, s) for s in range(1, world + 1) if world % s == 0 and world // s > 1]
+    replicas, shards = layouts[len(layouts) // 2] if layouts else (1, world)
+    allowed = ", ".join(f"{r} x {s}" for r, s in layouts) or "none: start more ranks"
+    return (
+        f"{world} ranks allow replicas x shards = {allowed}; write "
+        f'mesh = init_device_mesh("{device}", ({replicas}, {shards}), '
+        'mesh_dim_names=("replica", "shard")) '
+        "and fully_shard(module, mesh=mesh), then hdet_scale.fsdp.attach"
+    )
+
+
 def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
     for name, value in ((rank_name, rank), (size_name, size)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -150,7 +196,8 @@ def _check_place(rank_name: str, rank: int, size_name: str, size: int) -> None:
         raise ValueError(f"{rank_name} must be in [0, {size_name}) = [0, {size}), got {rank}")
 
 
-def _shard_size(world: int, *, shard_size: int | None, replicas: int | None) -> int:
+def shard_size_of(world: int, *, shard_size: int | None, replicas: int | None) -> int:
+    """Ranks of one replica, from either number; both must divide the world."""
     if (shard_size is None) == (replicas is None):
         raise ValueError(
             f"give exactly one of shard_size and replicas, got shard_size={shard_size!r}, "
