@@ -183,6 +183,12 @@ class Converge:
         """
         return Pending(self, self._check(included, fragment), included)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that are kept from one converge to the next."""
+        shelves = {id(s): s for s in (self._shelf, self._wide.shelf, self._wire.shelf)}
+        return sum(shelf.nbytes for shelf in shelves.values())
+
     def replicas_agree(self) -> bool:
         """True when all replicas hold the same bits, by a checksum: one read, one exchange."""
         total = 0
