@@ -11,6 +11,7 @@ no host synchronisation.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import numbers
@@ -145,6 +146,7 @@ class Round:
         self.listeners: list[Callable[[RoundRecord], None]] = []
         self._tensors, self._moments = tensors, moments
         self._converge: Converge | None = None
+        self._renewed = self._any_renewed = False
         self._warned_without_loss = False
         self._assign()
 
@@ -225,11 +227,12 @@ class Round:
 
     def _converge_now(self) -> tuple[list[float], Outcome]:
         converge = self._prepared()
-        losses, included = self._hear(converge)
-        outcome = converge.average(included)
+        losses, included, moments_alike = self._hear(converge)
+        outcome = self._agreed(converge, moments_alike).average(included)
+        self._renewed = False
         if not all(included):
             self._report(included, losses)
-            if not self.average_moments:
+            if moments_alike and not self.average_moments:
                 # A quarantined replica takes the others' moments too.
                 Converge(self._moments(), self.replicas).average(included)
         return losses, outcome
@@ -244,23 +247,46 @@ class Round:
         """The converge over today's tensors; the plan is kept while they stay the same."""
         tensors = self._tensors() + (self._moments() if self.average_moments else [])
         if self._converge is None or not _same(self._converge.tensors, tensors):
-            cap = self.config.converge.bucket_bytes
-            self._converge = Converge(tensors, self.replicas, bucket_bytes=cap)
+            self._converge = self._over(tensors)
+            self._renewed = True
         return self._converge
 
-    def _hear(self, converge: Converge) -> tuple[list[float], list[bool]]:
-        """Every replica's mean loss and whether it is fit for the mean: one small exchange."""
+    def _over(self, tensors: list[Tensor]) -> Converge:
+        return Converge(tensors, self.replicas, bucket_bytes=self.config.converge.bucket_bytes)
+
+    def _agreed(self, converge: Converge, moments_alike: bool) -> Converge:
+        """The converge that every replica makes now.
+
+        A replica that skipped its steps (an overflow, no batch) has no moments yet while the
+        others have: theirs wait for a round in which all have them. A new converge compares
+        plans first, so that a replica which kept its old one must make a new one too.
+        """
+        if self.average_moments and not moments_alike:
+            logger.warning("replicas hold different moments: they are not averaged in this round")
+            self._converge = None
+            return self._over(self._tensors())
+        if self._any_renewed and not self._renewed:
+            self._converge = self._over(converge.tensors)
+            return self._converge
+        return converge
+
+    def _hear(self, converge: Converge) -> tuple[list[float], list[bool], bool]:
+        """Every replica's mean loss, whether it is fit for the mean, and whether all hold the
+        same moments: one small exchange."""
         has = float(self.meter.count > 0)
         mean = self.meter.total() / self.meter.count if has else 0.0
         mine = [mean, has, float(converge.healthy())]
-        rows = self.replicas.exchange(mine, converge.device)
+        plan = [float(self._renewed), _fingerprint(self._moments())]
+        rows = self.replicas.exchange(mine + plan, converge.device)
+        self._any_renewed = any(row[3] for row in rows)
+        moments_alike = all(row[4] == rows[0][4] for row in rows)
         # A shard without a loss reports (0, 0): the mean over the shards that have one.
-        losses = [total / count if count else math.nan for total, count, _ in rows]
+        losses = [row[0] / row[1] if row[1] else math.nan for row in rows]
         included = [
-            healthy == 1.0 and (count == 0.0 or math.isfinite(loss))
-            for loss, (_, count, healthy) in zip(losses, rows, strict=True)
+            row[2] == 1.0 and (row[1] == 0.0 or math.isfinite(loss))
+            for loss, row in zip(losses, rows, strict=True)
         ]
-        return losses, included
+        return losses, included, moments_alike
 
     def _warn_without_loss(self, heard: Sequence[float]) -> None:
         silent = not any(math.isfinite(x) for x in heard)
@@ -345,6 +371,12 @@ class Round:
                 f"a round, and there are {self.replicas.size} now: the number of replicas can "
                 "change only at a converge; save right after one, or call finalize() first"
             )
+
+
+def _fingerprint(tensors: Sequence[Tensor]) -> float:
+    """Equal for lists of the same shapes and types; 40 bits, so that a float64 sums it exactly."""
+    text = "|".join(f"{t.dtype}{list(t.shape)}" for t in tensors)
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big"))
 
 
 def _same(old: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
