@@ -157,6 +157,8 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         _check_takeover(config, steps, div_factor, final_div_factor)
         where = _place(replicas, rank, world_size)
         _check_tensors(optimizer, where)
+        momenta = {"base_momentum": base_momentum, "max_momentum": max_momentum}
+        _check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
         super().__init__(
             optimizer,
             max_lr,
@@ -392,6 +394,22 @@ def _check_tensors(optimizer: Optimizer, where: Replicas) -> None:
         )
     if where.shard_size == 1 and where.group in (None, Replicas.world().group):
         ddp.refuse_sharded(p for g in optimizer.param_groups for p in g["params"])
+
+
+def _check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:
+    """What torch would refuse only after it has written to the param groups."""
+    n = len(optimizer.param_groups)
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len(value) != n:
+            raise ValueError(
+                f"{name} has {len(value)} values for {n} param groups, got {value}: give one for "
+                "each param group, or a single number for all"
+            )
+    if "max_momentum" in given and not {"momentum", "betas"} & set(optimizer.defaults):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no momentum and no betas to cycle, got "
+            "cycle_momentum=True: pass cycle_momentum=False"
+        )
 
 
 def _make_round(
