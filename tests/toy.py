@@ -25,11 +25,18 @@ class Toy(nn.Module):
         return self.outer(torch.tanh(self.norm(self.inner(x))))
 
 
-def toy(rank: int = 0, *, wrap: bool = True, **features: bool) -> nn.Module:
-    """Different on every rank until DDP's broadcast, like a model in a careless script."""
+def toy(rank: int = 0, *, wrap: bool = True, rebuild: bool = True, **features: bool) -> nn.Module:
+    """Different on every rank until DDP's broadcast, like a model in a careless script.
+
+    rebuild=False: DDP keeps the buckets it starts with. Otherwise it orders them anew after the
+    first step, so that with three ranks or more the first gradient after a resume is summed in
+    another order than in the unbroken run, HDET or not.
+    """
     torch.manual_seed(rank if wrap else 0)
     model = Toy(**features)
-    return DistributedDataParallel(model) if wrap else model
+    if not wrap:
+        return model
+    return DistributedDataParallel(model, find_unused_parameters=not rebuild)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
