@@ -12,6 +12,7 @@ no host synchronisation.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 import numbers
@@ -148,6 +149,7 @@ class Round:
             math.ceil((i + 1) * config.interval / policy.fragments): i
             for i in range(policy.fragments)
         }
+        self._renewed = False
         self._warned_without_loss = False
         self._assign()
 
@@ -289,12 +291,14 @@ class Round:
     ) -> tuple[list[float], Outcome]:
         self.complete()
         converge = self._prepared()
-        losses, included = self._hear(converge, fragment)
+        losses, included, alike, renew = self._hear(converge, fragment)
+        converge = self._agreed(converge, alike, renew)
+        self._renewed = False
         if not all(included):
             # The others need the bad replica no longer, and it needs all of them.
             outcome = converge.average(included)
             self._report(included, losses)
-            if not self.average_moments:
+            if alike and not self.average_moments:
                 Converge(self.averaged.moments(), self.replicas).average(included)
         elif self.config.converge.overlap and not blocking:
             self._pending = converge.start(included, fragment)
@@ -319,33 +323,59 @@ class Round:
         """The converge over today's tensors; the plan is kept while they stay the same."""
         tensors = self.tensors()
         if self._converge is None or not _same(self._converge.tensors, tensors):
-            policy = self.config.converge
-            self._converge = Converge(
-                tensors,
-                self.replicas,
-                policy.bucket_bytes,
-                wire=policy.wire,
-                fragments=policy.fragments,
-                outer=policy.outer,
-                own_group=policy.overlap,
-            )
-            self._converge.load_state_dict(self._saved)
-            self._saved = {}
+            self._converge = self._over(tensors)
+            self._renewed = True
         return self._converge
 
-    def _hear(self, converge: Converge, fragment: int | None) -> tuple[list[float], list[bool]]:
-        """Every replica's mean loss and whether it is fit for the mean: one small exchange."""
+    def _over(self, tensors: Sequence[Tensor]) -> Converge:
+        policy = self.config.converge
+        converge = Converge(
+            tensors,
+            self.replicas,
+            policy.bucket_bytes,
+            wire=policy.wire,
+            fragments=policy.fragments,
+            outer=policy.outer,
+            own_group=policy.overlap,
+        )
+        converge.load_state_dict(self._saved)
+        self._saved = {}
+        return converge
+
+    def _agreed(self, converge: Converge, alike: bool, renew: bool) -> Converge:
+        """The converge that every replica makes now.
+
+        A replica that skipped its steps (an overflow, no batch) has no moments yet while the
+        others have: theirs wait for a round in which all have them. A new converge compares
+        plans first, so that a replica which kept its old one must make a new one too.
+        """
+        if self.average_moments and not alike:
+            logger.warning("replicas hold different moments: they are not averaged in this round")
+            self._converge = None
+            return Converge(self.averaged.tensors(), self.replicas)
+        if renew and not self._renewed:
+            self._converge = self._over(converge.tensors)
+            return self._converge
+        return converge
+
+    def _hear(
+        self, converge: Converge, fragment: int | None
+    ) -> tuple[list[float], list[bool], bool, bool]:
+        """Every replica's mean loss, whether it is fit for the mean, whether all hold the same
+        moments, and whether one has made a new plan: one small exchange."""
         has = float(self.meter.count > 0)
         mean = self.meter.total() / self.meter.count if has else 0.0
         mine = [mean, has, float(converge.healthy(fragment))]
-        rows = self.replicas.exchange(mine, converge.device)
+        plan = [float(self._renewed), _fingerprint(self.averaged.moments())]
+        rows = self.replicas.exchange(mine + plan, converge.device)
         # A shard without a loss reports (0, 0): the mean over the shards that have one.
-        losses = [total / count if count else math.nan for total, count, _ in rows]
+        losses = [row[0] / row[1] if row[1] else math.nan for row in rows]
         included = [
-            healthy == 1.0 and (count == 0.0 or math.isfinite(loss))
-            for loss, (_, count, healthy) in zip(losses, rows, strict=True)
+            row[2] == 1.0 and (row[1] == 0.0 or math.isfinite(loss))
+            for loss, row in zip(losses, rows, strict=True)
         ]
-        return losses, included
+        alike = all(row[4] == rows[0][4] for row in rows)
+        return losses, included, alike, any(row[3] for row in rows)
 
     def _warn_without_loss(self, heard: Sequence[float]) -> None:
         silent = not any(math.isfinite(x) for x in heard)
@@ -456,6 +486,12 @@ class Round:
                 f"a round, and there are {self.replicas.size} now: the number of replicas can "
                 "change only at a converge; save right after one, or call finalize() first"
             )
+
+
+def _fingerprint(tensors: Sequence[Tensor]) -> float:
+    """Equal for lists of the same shapes and types; 40 bits, so that a float64 sums it exactly."""
+    text = "|".join(f"{t.dtype}{list(t.shape)}" for t in tensors)
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big"))
 
 
 def _same(old: Sequence[Tensor], new: Sequence[Tensor]) -> bool:

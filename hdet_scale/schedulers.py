@@ -198,6 +198,8 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         steps = _total_steps(total_steps, epochs, steps_per_epoch)
         _check_takeover(config, steps, div_factor, final_div_factor)
         where = _place(optimizer, replicas, rank, world_size)
+        momenta = {"base_momentum": base_momentum, "max_momentum": max_momentum}
+        _check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
         super().__init__(
             optimizer,
             max_lr,
@@ -431,6 +433,22 @@ def _place(optimizer: Optimizer, replicas: Replicas | None, rank: int, world_siz
             f"{world.size}: leave them out, or pass replicas= for another layout"
         )
     return world
+
+
+def _check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:
+    """What torch would refuse only after it has written to the param groups."""
+    n = len(optimizer.param_groups)
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len(value) != n:
+            raise ValueError(
+                f"{name} has {len(value)} values for {n} param groups, got {value}: give one for "
+                "each param group, or a single number for all"
+            )
+    if "max_momentum" in given and not {"momentum", "betas"} & set(optimizer.defaults):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no momentum and no betas to cycle, got "
+            "cycle_momentum=True: pass cycle_momentum=False"
+        )
 
 
 def _make_round(
