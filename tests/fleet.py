@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CASE_SECONDS = 60.0
+CASE_SECONDS = 180.0
 GRACE_SECONDS = 3.0
 """How long the others may take once one worker has failed: they may wait for it in vain."""
-GROUP_SECONDS = 30.0
+GROUP_SECONDS = 90.0
 
 
 class CaseFailed(AssertionError):  # noqa: N818 - what a test reports, not an error of the fleet

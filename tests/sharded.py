@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet_scale import OneCycleAutoLR, fsdp
+from hdet_scale import OneCycleAutoLR, Replicas, fsdp
 
 WIDTH, BATCH = 12, 4
 
@@ -38,12 +38,12 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def scheduler_of(optimizer: Any, steps: int, **options: Any) -> OneCycleAutoLR:
     chosen: dict[str, Any] = {
         "ensemble_lr_spread_ratio": 0.2,
-        "model_sync_interval": 7,
+        "model_sync_interval": 8,
         "auto_lr_warmup_steps": 1,
         "enable_auto_lr": True,
         "loss_scale": 0.1,
     }
-    return OneCycleAutoLR(optimizer, 0.02, total_steps=steps + 1, **{**chosen, **options})
+    return OneCycleAutoLR(optimizer, 0.02, total_steps=2 * steps, **{**chosen, **options})
 
 
 class Sharded:
@@ -68,7 +68,8 @@ class Sharded:
                 fully_shard(layer, mesh=over)
         fully_shard(self.model, mesh=over)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-3)  # type: ignore[call-arg]
-        self.scheduler = scheduler_of(self.optimizer, steps, **options)
+        place = Replicas.from_mesh(self.mesh)
+        self.scheduler = scheduler_of(self.optimizer, steps, replicas=place, **options)
         self.hdet = fsdp.attach(
             self.model, self.optimizer, self.scheduler, mesh=self.mesh, gradients=gradients
         )

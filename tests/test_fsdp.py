@@ -64,7 +64,7 @@ def _plain(rank: int, size: int, shards: int) -> list[Tensor]:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = OneCycleLR(optimizer, 0.02, total_steps=21)
+    schedule = OneCycleLR(optimizer, 0.02, total_steps=40)
     for step in range(20):
         loss = loss_of(model, batch(step, rank))
         optimizer.zero_grad()
