@@ -16,15 +16,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 Send = Callable[[Any], None]
 
@@ -47,17 +48,29 @@ def messages(function: Callable[..., None], count: int, *args: object) -> Iterat
     """Run `function(send, *args)` in `count` workers and yield what they send, until all end."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count must be at least 1 worker, got {count!r}")
-    queue: SimpleQueue[Any] = mp.get_context("spawn").SimpleQueue()
+    queue: SimpleQueue[Any] = get_context("spawn").SimpleQueue()
     # A file for the rendezvous and not a port: nothing can be taken by somebody else.
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         store = (Path(folder) / "rendezvous").as_uri()
-        started = mp.start_processes(
-            _work, (function, count, store, queue, args), count, join=False, start_method="spawn"
-        )
+        processes: list[Any] = []
         try:
-            yield from _until_ended(started.processes, queue)
+            with _interrupts_held():
+                work = (function, count, store, queue, args)
+                processes += spawn(_work, work, count, join=False).processes
+            yield from _until_ended(processes, queue)
         finally:
-            _end(started.processes)
+            _end(processes)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Workers start with SIGINT held, as their parent has it: in the seconds of their imports a
+    Ctrl-C would otherwise print a traceback of each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]:
@@ -81,6 +94,8 @@ def _raise_killed(processes: list[Any]) -> None:
     for rank, process in enumerate(processes):
         if process.exitcode is not None and process.exitcode < 0:
             name = signal.Signals(-process.exitcode).name
+            if name == "SIGINT":
+                raise KeyboardInterrupt
             hint = ": the machine may be out of memory" if name == "SIGKILL" else ""
             raise WorkerError(f"worker {rank} was ended by {name}{hint}")
 
@@ -104,6 +119,9 @@ def _work(
     queue: SimpleQueue[Any],
     args: tuple[object, ...],
 ) -> None:
+    # From here Ctrl-C ends a worker without a word; the parent has one for all.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # The workers share the cores: more threads than cores would only wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
