@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 PLAIN, HDET = "plain DDP", "HDET"
 LAST_SHARE = 0.1
 """The part of a run whose mean is its final training loss."""
+COUNTED_SHARE = 0.02
 VALIDATION_BATCHES = 64
 SIGMA = 0.002
 """loss_scale of the paper rule: the authors' value, named since it is told at the end."""
@@ -120,6 +121,13 @@ class Run:
         """The mean over the replicas and the last tenth of the run."""
         losses = self.mean_losses
         return statistics.fmean(losses[-max(1, round(LAST_SHARE * len(losses))) :])
+
+    @property
+    def counted(self) -> list[float]:
+        """The base; NaN where it is below 2 % of its highest and a step changes next to nothing,
+        so that a ratio to it would say nothing."""
+        least = COUNTED_SHARE * max(self.bases)
+        return [base if base >= least else math.nan for base in self.bases]
 
 
 # -- in the workers -----------------------------------------------------------------------------
@@ -292,14 +300,15 @@ def _lines(settings: Settings, console: Console) -> Iterator[Callable[[Progress]
 
 def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
     """The table: what is compared, the plain run, HDET."""
-    scale = [b / s for b, s in zip(hdet.bases, plain.bases, strict=True)]
+    ratios = [b / s for b, s in zip(hdet.bases, plain.counted, strict=True) if not math.isnan(s)]
+    total = math.fsum(hdet.bases) / math.fsum(plain.bases)
     return [
         ("training loss, last tenth (nats/byte)", f"{plain.training:.4f}", f"{hdet.training:.4f}"),
         ("validation loss (nats/byte)", f"{plain.validation:.4f}", f"{hdet.validation:.4f}"),
         ("base LR, highest", f"{max(plain.bases):.2e}", f"{max(hdet.bases):.2e}"),
         ("base LR, last step", f"{plain.bases[-1]:.2e}", f"{hdet.bases[-1]:.2e}"),
-        ("base / schedule, lowest to highest", "1", f"{min(scale):.2f} to {max(scale):.2f}"),
-        ("base / schedule, last step", "1", f"{scale[-1]:.2f}"),
+        ("LR found: base / schedule, from - to", "1", f"{min(ratios):.2f} - {max(ratios):.2f}"),
+        ("LR found: sum of base / of schedule", "1", f"{total:.2f}"),
         ("seconds", f"{plain.seconds:.1f}", f"{hdet.seconds:.1f}"),
         ("converge, share of the time", "none", f"{hdet.converge_seconds / hdet.seconds:.1%}"),
     ]

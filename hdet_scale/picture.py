@@ -47,7 +47,8 @@ def _draw_losses(axes: Any, plain: Run, hdet: Run) -> None:
         axes.plot(steps, smooth, color=colour, linestyle=style, linewidth=1.8, label=label)
         axes.plot(len(losses), run.validation, "D", color=colour, markersize=6, clip_on=False)
     # From the uniform guess down to the first plateau every run looks the same: leave it out.
-    axes.set_ylim(top=_trailing_mean(plain.mean_losses, window)[len(plain.bases) // 10])
+    smooth = _trailing_mean(plain.mean_losses, window)
+    axes.set_ylim(0.95 * min(smooth), smooth[len(smooth) // 10])
     axes.set_title(
         f"Loss, mean of the replicas over {window} steps (\u25c6 validation)", loc="left"
     )
@@ -72,8 +73,8 @@ def _draw_rates(axes: Any, plain: Run, hdet: Run) -> None:
 
 def _draw_fan(axes: Any, plain: Run, hdet: Run) -> None:
     steps = range(1, len(plain.bases) + 1)
-    _draw_replicas(axes, hdet, plain.bases)
-    scale = [b / s for b, s in zip(hdet.bases, plain.bases, strict=True)]
+    _draw_replicas(axes, hdet, plain.counted)
+    scale = [b / s for b, s in zip(hdet.bases, plain.counted, strict=True)]
     axes.plot(steps, scale, color=VERMILION, linewidth=1.6)
     axes.axhline(1, color=BLUE, linestyle=":", linewidth=1.8)
     moved = next((step for step, x in zip(steps, scale, strict=True) if x != 1), None)
@@ -81,7 +82,9 @@ def _draw_fan(axes: Any, plain: Run, hdet: Run) -> None:
         axes.axvline(moved, color=GREY, linewidth=0.8)
         place = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": "small"}
         axes.annotate("  the rule takes over", (moved, 1), color=GREY, **place)
-    axes.set_title("The fan: learning rate / plain schedule", loc="left")
+    axes.set_title(
+        "The fan: learning rate / plain schedule, while that is above 2 % of its peak", loc="left"
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("ratio")
 

@@ -104,7 +104,7 @@ def test_a_short_run_ends_with_the_table_and_the_picture(tmp_path: Path) -> None
         for run in cells[loss]:
             assert 2.0 < float(run) < math.log(256) + 0.1
     assert cells["base LR, highest"][0] == "2.00e-03"
-    assert cells["base / schedule, lowest to highest"][0] == "1"
+    assert cells["LR found: base / schedule, from - to"][0] == "1"
     assert all(float(seconds) > 0 for seconds in cells["seconds"])
     assert 0 < float(cells["converge, share of the time"][1].rstrip("%")) < 100
     # Without a terminal: plain lines for both runs, no control codes.
@@ -123,11 +123,18 @@ def test_the_table_and_the_verdict_say_what_happened() -> None:
     assert table["training loss, last tenth (nats/byte)"] == ("1.0100", "1.1100")
     assert table["base LR, highest"] == ("2.00e-03", "3.00e-03")
     assert table["base LR, last step"] == ("1.00e-04", "1.50e-04")
-    assert table["base / schedule, lowest to highest"] == ("1", "1.00 to 1.50")
+    assert table["LR found: base / schedule, from - to"] == ("1", "1.00 - 1.50")
+    assert table["LR found: sum of base / of schedule"] == ("1", "1.38")
     assert table["converge, share of the time"] == ("none", "2.5%")
     assert "10.0% higher" in demo.verdict(plain, hdet, Settings())
     assert "differ by 0.014" in demo.verdict(plain, hdet, Settings())
     assert "9.1% lower" in demo.verdict(a_run(PLAIN, 1.1, 1), a_run(HDET, 1.0, 1), Settings())
+
+
+def test_a_ratio_is_told_only_where_the_schedule_is_not_near_zero() -> None:
+    plain, hdet = a_run(PLAIN, 1.0, 1.0), a_run(HDET, 1.0, 1.0)
+    plain.bases[-1], hdet.bases[-1] = 1e-8, 1e-5
+    assert ("LR found: base / schedule, from - to", "1", "1.00 - 1.00") in demo.rows(plain, hdet)
 
 
 def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch) -> None:
