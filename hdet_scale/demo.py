@@ -49,7 +49,7 @@ SIGMA = 0.002
 class Settings:
     """What the two runs share."""
 
-    steps: int = 500
+    steps: int = 400
     """Optimizer steps of each run."""
     interval: int = 10
     """T: steps of a round."""
@@ -71,7 +71,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.steps < 10:
-            raise ValueError(f"steps must be at least 10, got {self.steps}; the default is 500")
+            raise ValueError(f"steps must be at least 10, got {self.steps}; the default is 400")
         if not 1 <= self.interval <= self.steps:
             raise ValueError(
                 f"interval must be in [1, steps] = [1, {self.steps}], got {self.interval}: a round "

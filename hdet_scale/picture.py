@@ -82,9 +82,7 @@ def _draw_fan(axes: Any, plain: Run, hdet: Run) -> None:
         axes.axvline(moved, color=GREY, linewidth=0.8)
         place = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": "small"}
         axes.annotate("  the rule takes over", (moved, 1), color=GREY, **place)
-    axes.set_title(
-        "The fan: learning rate / plain schedule, while that is above 2 % of its peak", loc="left"
-    )
+    axes.set_title("The fan: rate / plain schedule (where above 2 % of its peak)", loc="left")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("ratio")
 
