@@ -1,0 +1,134 @@
+"""Local workers: processes of this machine that form one process group, started from one call.
+
+    for message in messages(function, 4, *args):      # function(send, *args) runs in each worker
+        ...
+
+The group is up while the function runs. What a worker sends arrives here in its order. When one
+worker fails the others are ended and its error is raised; leaving the loop early, by an exception
+or Ctrl-C, ends them all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+Send = Callable[[Any], None]
+
+GRACE_SECONDS = 3.0
+"""What a worker has to end after SIGTERM before it is killed."""
+POLL_SECONDS = 0.05
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the text says which and holds its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    traceback: str
+
+
+def messages(function: Callable[..., None], count: int, *args: object) -> Iterator[Any]:
+    """Run `function(send, *args)` in `count` workers and yield what they send, until all end."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"count must be at least 1 worker, got {count!r}")
+    queue: SimpleQueue[Any] = get_context("spawn").SimpleQueue()
+    # A file for the rendezvous and not a port: nothing can be taken by somebody else.
+    with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
+        store = (Path(folder) / "rendezvous").as_uri()
+        processes: list[Any] = []
+        try:
+            with _interrupts_held():
+                work = (function, count, store, queue, args)
+                processes += spawn(_work, work, count, join=False).processes
+            yield from _until_ended(processes, queue)
+        finally:
+            _end(processes)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Workers start with SIGINT held, as their parent has it: in the seconds of their imports a
+    Ctrl-C would otherwise print a traceback of each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]:
+    while True:
+        # Asked before the queue is emptied: what a worker sent before it ended is in there.
+        alive = [p.sentinel for p in processes if p.is_alive()]
+        while not queue.empty():
+            message = queue.get()
+            if isinstance(message, _Failure):
+                _raise_killed(processes)
+                raise WorkerError(f"worker {message.rank} failed:\n{message.traceback}")
+            yield message
+        _raise_killed(processes)
+        if not alive:
+            return
+        connection.wait(alive, timeout=POLL_SECONDS)
+
+
+def _raise_killed(processes: list[Any]) -> None:
+    """A worker that died without a word is the cause; its peers only lost the connection."""
+    for rank, process in enumerate(processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            name = signal.Signals(-process.exitcode).name
+            if name == "SIGINT":
+                raise KeyboardInterrupt
+            hint = ": the machine may be out of memory" if name == "SIGKILL" else ""
+            raise WorkerError(f"worker {rank} was ended by {name}{hint}")
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _work(
+    rank: int,
+    function: Callable[..., None],
+    count: int,
+    store: str,
+    queue: SimpleQueue[Any],
+    args: tuple[object, ...],
+) -> None:
+    # From here Ctrl-C ends a worker without a word; the parent has one for all.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # The workers share the cores: more threads than cores would only wait for each other.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    try:
+        function(queue.put, *args)
+    except Exception:
+        # Said before the group goes: the peers' errors, that we are gone, come after it.
+        queue.put(_Failure(rank, traceback.format_exc()))
+        raise
+    dist.destroy_process_group()
