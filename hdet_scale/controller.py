@@ -166,8 +166,14 @@ class Steering:
             self._take_over(bases, step)
         heard = any(math.isfinite(x) for x in losses)
         for i, rule in enumerate(self.rules):
-            fresh = rule.update(losses, values[i], base=bases[i]) if heard else rule.coast(bases[i])
-            self._set(i, bases[i], fresh)
+            # Along a falling schedule the rule works on the scale: a velocity in learning-rate
+            # units, gathered while the schedule was high, would fling the base about later.
+            unit = schedule[i] if self.held is None else 1.0
+            if unit <= 0:
+                continue
+            base, eta = bases[i] / unit, [x / unit for x in values[i]]
+            fresh = rule.update(losses, eta, base=base) if heard else rule.coast(base)
+            self._set(i, fresh, unit)
 
     def _end(self) -> float:
         return math.inf if self.descent.kind == "schedule" else self.descent.total_steps
@@ -178,19 +184,19 @@ class Steering:
         self.held = None if self.descent.kind == "schedule" else list(bases)
         self.taken_over = True
 
-    def _set(self, i: int, base: float, fresh: float) -> None:
-        if fresh < self.floors[i]:
+    def _set(self, i: int, fresh: float, unit: float) -> None:
+        if fresh * unit < self.floors[i]:
             logger.info(
                 "%s: the rule asked for %.3g, below the floor of the schedule: held at %.3g",
                 self.factors[i],
-                fresh,
+                fresh * unit,
                 self.floors[i],
             )
-            fresh = self.floors[i]
+            fresh = self.floors[i] / unit
         if self.held is not None:
             self.held[i] = fresh
-        elif base > 0 and fresh != base:
-            self.scales[i] *= fresh / base
+        else:
+            self.scales[i] = fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Bases, velocities and decays: the same on every rank."""

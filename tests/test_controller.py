@@ -241,3 +241,24 @@ def test_steering_state_continues(kind: str) -> None:
     for steering in (one, other):
         steering.update(40, [0.6], [1.0, 1.002], [[0.5, 0.7]])
     assert one.bases([0.5]) == other.bases([0.5]) != [0.5]
+
+
+def test_along_a_falling_schedule_the_rule_moves_the_scale_evenly() -> None:
+    """The same evidence in each round moves base / schedule alike, however far the schedule fell."""
+    steering = Steering(["lr"], lambda: PaperRule(0.1, 0.0, 0.5), Descent(kind="schedule"))
+    ratios = []
+    for k in range(6):
+        schedule = [10.0**-k]
+        base = steering.bases(schedule)[0]
+        steering.update(k, schedule, [1.0, 1.1], [[1.1 * base, 0.9 * base]])
+        ratios.append(steering.bases(schedule)[0] / base)
+    assert ratios == pytest.approx([ratios[0]] * 6)
+    assert ratios[0] > 1.01
+
+
+def test_along_a_falling_schedule_an_old_velocity_keeps_its_proportion() -> None:
+    steering = Steering(["lr"], lambda: PaperRule(0.1, 0.9, 0.5), Descent(kind="schedule"))
+    steering.update(0, [1.0], [1.0, 1.1], [[1.1, 0.9]])
+    before = steering.scales[0]
+    steering.update(1, [1e-6], [1.0, 1.0], [[1.1e-6 * before, 0.9e-6 * before]])
+    assert steering.scales[0] / before < 1.05
