@@ -480,7 +480,8 @@ class Round:
                 f"the state explores {list(state['factors'])} and this run {names}: use the same "
                 "param groups and factors"
             )
-        if state["replicas"] != self.replicas.size and state["steps"] != 0:
+        # One replica agrees with itself at every step.
+        if state["replicas"] not in (1, self.replicas.size) and state["steps"] != 0:
             raise ValueError(
                 f"the state was saved by {state['replicas']} replicas, {state['steps']} steps into "
                 f"a round, and there are {self.replicas.size} now: the number of replicas can "

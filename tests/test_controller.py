@@ -244,7 +244,7 @@ def test_steering_state_continues(kind: str) -> None:
 
 
 def test_along_a_falling_schedule_the_rule_moves_the_scale_evenly() -> None:
-    """The same evidence in each round moves base / schedule alike, however far the schedule fell."""
+    """The same evidence moves base / schedule alike, however far the schedule fell."""
     steering = Steering(["lr"], lambda: PaperRule(0.1, 0.0, 0.5), Descent(kind="schedule"))
     ratios = []
     for k in range(6):
