@@ -397,7 +397,7 @@ def _total_steps(total: int | None, epochs: int | None, per_epoch: int | None) -
 def _check_takeover(
     config: HDETConfig, steps: int | None, div_factor: float, final_div_factor: float
 ) -> None:
-    if config.rule == "none" or config.spread == 0 or steps is None:
+    if config.rule == "none" or steps is None:
         return
     if config.warmup_steps >= steps:
         raise ValueError(

@@ -103,12 +103,13 @@ class AllReduce(Wire):
         if not included[self.replicas.rank]:
             flat.zero_()
         native = self.native_average and all(included)
+        if not native:
+            # Before the sum, which then cannot overflow; exact for two replicas.
+            flat.mul_(1.0 / sum(included))
         op = dist.ReduceOp.AVG if native else dist.ReduceOp.SUM
         work = dist.all_reduce(flat, op=op, group=self.replicas.group, async_op=True)
         yield
         work.wait()
-        if not native:
-            flat.mul_(1.0 / sum(included))
 
 
 class Exact(Wire):

@@ -28,7 +28,8 @@ import torch.distributed as dist
 CASE_SECONDS = 180.0
 GRACE_SECONDS = 3.0
 """How long the others may take once one worker has failed: they may wait for it in vain."""
-GROUP_SECONDS = 90.0
+START_SECONDS = 240.0
+"""A busy machine takes its time to import torch in several processes; no case pays for it."""
 
 
 class CaseFailed(AssertionError):  # noqa: N818 - what a test reports, not an error of the fleet
@@ -83,6 +84,10 @@ class Fleet:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        failed = [reason for ready, reason in self._collect(START_SECONDS) if not ready]
+        if failed:
+            self.stop()
+            raise failed[0]
 
     def _collect(self, seconds: float) -> list[tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
@@ -128,8 +133,9 @@ def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=GROUP_SECONDS),
+        timeout=timedelta(seconds=START_SECONDS),
     )
+    pipe.send_bytes(pickle.dumps((True, "ready")))
     while True:
         try:
             case, args = pickle.loads(pipe.recv_bytes())
