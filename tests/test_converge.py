@@ -95,7 +95,7 @@ def test_tensors_of_a_mebibyte_and_more(fleet: Fleet) -> None:
     check(fleet, [((300_001,), F32), ((17,), F32), ((2**18,), F32), ((300_000,), BF16)], 2**19)
 
 
-@settings(max_examples=25)
+@settings(max_examples=350)
 @given(
     kinds=st.lists(
         st.tuples(
