@@ -62,7 +62,7 @@ def test_a_death_within_a_converge_is_an_error_and_the_checkpoint_goes_on(
     fleets: Any, tmp_path: Path, size: int, wire: str
 ) -> None:
     unbroken = fleets(size).run(_converge, _folder(tmp_path / "unbroken"), wire, False)
-    with pytest.raises(CaseFailed, match="Connection|died: exit 9|Timed out"):
+    with pytest.raises(CaseFailed, match=r"Connection|died: exit 9|Timed out"):
         fleets(size).run(_converge, _folder(tmp_path / "home"), wire, True)
     survivors = [r for r in range(size) if r != 1]
     deadline = time.monotonic() + 5
