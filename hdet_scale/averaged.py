@@ -1,9 +1,15 @@
-"""What a converge averages: parameters, float buffers, moments."""
+"""What a converge averages: parameters, float buffers, moments.
+
+An engine that keeps its parameters elsewhere (a flat fp32 partition with 16-bit copies) gives the
+schedulers an `Averaged` of its own: where the tensors are, and what to do once they have changed.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from hdet_scale.converge import local
 
 
 class Averaged:
@@ -26,7 +32,7 @@ class Averaged:
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
-        return trained(self.optimizer) + self._buffers()
+        return [self._master(p) for p in trained(self.optimizer)] + self.buffers()
 
     def moments(self) -> list[Tensor]:
         """The optimizer's state of the shape of its parameter."""
@@ -43,7 +49,20 @@ class Averaged:
             for g in self.optimizer.param_groups
         )
 
-    def _buffers(self) -> list[Tensor]:
+    def refresh(self) -> None:
+        """Called by every rank after the tensors have changed: 16-bit parameters that have an
+        fp32 master are rounded from it again."""
+        for p in trained(self.optimizer):
+            master = self._master(p)
+            if master is not p:
+                local(p).copy_(local(master))
+
+    def _master(self, param: Tensor) -> Tensor:
+        master = self.optimizer.state.get(param, {}).get("master")
+        return master if isinstance(master, Tensor) else param
+
+    def buffers(self) -> list[Tensor]:
+        """The float buffers that training moves."""
         if self.model is None:
             return []
         return [
@@ -64,6 +83,9 @@ def moments_of(optimizer: Optimizer) -> list[Tensor]:
     return [
         value
         for p in trained(optimizer)
-        for _, value in sorted(optimizer.state.get(p, {}).items())
-        if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
+        for name, value in sorted(optimizer.state.get(p, {}).items())
+        if name != "master"
+        and isinstance(value, Tensor)
+        and value.shape == p.shape
+        and value.is_floating_point()
     ]

@@ -221,6 +221,7 @@ class Round:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
+            self.averaged.refresh()
 
     def _connect(self) -> None:
         """Replicas declared before init_process_group are found at the first step."""
@@ -303,9 +304,10 @@ class Round:
         elif self.config.converge.overlap and not blocking:
             self._pending = converge.start(included, fragment)
             self._fold_in = self.config.converge.overlap_steps
-            outcome = Outcome(tuple(included), 0.0, 0)
+            return losses, Outcome(tuple(included), 0.0, 0)
         else:
             outcome = converge.average(included, fragment)
+        self.averaged.refresh()
         return losses, outcome
 
     def _next(self) -> None:

@@ -147,6 +147,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
     gradients: "shared" or "local"; see hdet_scale.ddp for the DDP side of it.
     seed: of the assignments.
     converge: how parameters are averaged.
+    averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         gradients: str = "shared",
         seed: int = 0,
         converge: ConvergePolicy | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         config = HDETConfig(
             spread=ensemble_lr_spread_ratio,
@@ -197,7 +199,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         )
         steps = _total_steps(total_steps, epochs, steps_per_epoch)
         _check_takeover(config, steps, div_factor, final_div_factor)
-        where = _place(optimizer, replicas, rank, world_size)
+        where = _place(optimizer, replicas, rank, world_size, averaged)
         momenta = {"base_momentum": base_momentum, "max_momentum": max_momentum}
         _check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
         super().__init__(
@@ -228,7 +230,12 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         )
         self._begin(
             _make_round(
-                optimizer, learning_rates(optimizer), where, config, descent, model, self.last_epoch
+                averaged or _averaged(optimizer, model, config),
+                learning_rates(optimizer),
+                where,
+                config,
+                descent,
+                self.last_epoch,
             ),
             model,
         )
@@ -298,6 +305,7 @@ class AutoLR(Exploring, LRScheduler):
         model: nn.Module | None = None,
         replicas: Replicas | None = None,
         factors: Sequence[LearningRate] | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
         self.scheduler = _check_inner(scheduler)
@@ -308,13 +316,21 @@ class AutoLR(Exploring, LRScheduler):
                 f"decay={config.decay!r} needs a schedule with a known floor: AutoLR follows the "
                 "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
             )
-        where = _place(self.optimizer, replicas, 0, 1)
+        where = _place(self.optimizer, replicas, 0, 1, averaged)
         chosen = learning_rates(self.optimizer) if factors is None else list(factors)
         descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
         self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
         self._remember(chosen)
         self._begin(
-            _make_round(self.optimizer, chosen, where, config, descent, model, self._steps), model
+            _make_round(
+                averaged or _averaged(self.optimizer, model, config),
+                chosen,
+                where,
+                config,
+                descent,
+                self._steps,
+            ),
+            model,
         )
 
     def step(self, loss: Tensor | float | None = None) -> None:
@@ -408,7 +424,13 @@ def _check_takeover(
         literal_decay(div_factor, final_div_factor, 1)
 
 
-def _place(optimizer: Optimizer, replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
+def _place(
+    optimizer: Optimizer,
+    replicas: Replicas | None,
+    rank: int,
+    world_size: int,
+    averaged: Averaged | None,
+) -> Replicas:
     """This rank's place: as given, from the mesh of sharded parameters, or a rank a replica."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -422,7 +444,8 @@ def _place(optimizer: Optimizer, replicas: Replicas | None, rank: int, world_siz
         if not isinstance(replicas, Replicas):
             raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
         return replicas
-    ddp.refuse_sharded(params)
+    if averaged is None:
+        ddp.refuse_sharded(params)
     declared = Replicas(rank=rank, size=world_size)
     if not is_distributed():
         return declared
@@ -451,13 +474,16 @@ def _check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:
         )
 
 
+def _averaged(optimizer: Optimizer, model: nn.Module | None, config: HDETConfig) -> Averaged:
+    return Averaged(optimizer, model if config.converge.buffers else None)
+
+
 def _make_round(
-    optimizer: Optimizer,
+    averaged: Averaged,
     factors: Sequence[Factor],
     where: Replicas,
     config: HDETConfig,
     descent: Descent,
-    model: nn.Module | None,
     step: int,
 ) -> Round:
     # With spread 0 there is nothing to compare: the schedule stays the user's.
@@ -468,6 +494,6 @@ def _make_round(
         replicas=where,
         config=config,
         steering=Steering([f.name for f in factors], rule if steers else None, descent),
-        averaged=Averaged(optimizer, model if config.converge.buffers else None),
+        averaged=averaged,
         step=step,
     )
