@@ -11,7 +11,6 @@ element: about thirty integer instructions, below what the memory traffic hides,
 of a counter-based generator would be about a hundred.
 """
 
-
 import torch
 
 from hdet_scale.kernels.launch import tl, triton
