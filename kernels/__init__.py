@@ -1,1 +1,1 @@
-"""Triton kernels, one op a file, a torch reference beside each. Installed as `hdet_scale.kernels`."""
+"""Triton kernels, one op a file, a torch reference beside each: `hdet_scale.kernels`."""

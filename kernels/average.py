@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 
 from hdet_scale.kernels.launch import (
-    block_size,
     constant,
     device_block_size,
     interpreting,
@@ -43,12 +42,22 @@ def _on_kernels(tensor: torch.Tensor) -> bool:
 
 
 @triton.jit
+def _ends(row, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of a tensor and of its place in the bucket, at element `start`."""
+    t_at = tl.load(row).to(tl.pointer_type(T))
+    b_at = tl.load(row + 2).to(tl.pointer_type(B))
+    if VECTOR:
+        t_at = tl.multiple_of(t_at, 16)
+        b_at = tl.multiple_of(b_at, 16)
+    return t_at + start, b_at + start
+
+
+@triton.jit
 def _gather_block(  # type: ignore[no-untyped-def]
-    t_at,
-    b_at,
+    row,
+    start,
     flag,
     scale,
-    left,
     T: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,13 +66,11 @@ def _gather_block(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     mask = None
     inside = i >= 0
-    if VECTOR:
-        t_at = tl.multiple_of(t_at, 16)
-        b_at = tl.multiple_of(b_at, 16)
-    else:
-        mask = i < left
+    if not VECTOR:
+        mask = i < tl.load(row + 1) - start
         inside = mask
-    y = (tl.load(t_at + i, mask=mask, other=0.0).to(tl.float32) * scale).to(B)
+    t_at, b_at = _ends(row, start, T, B, VECTOR)
+    y = (tl.load(t_at + i, mask=mask).to(tl.float32) * scale).to(B)
     tl.store(b_at + i, y, mask=mask)
     # Every writer writes 1, so that the order does not matter; a finite bucket writes nothing.
     broken = (tl.abs(y.to(tl.float32)) <= _LARGEST) == 0
@@ -72,54 +79,52 @@ def _gather_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gather_kernel(  # type: ignore[no-untyped-def]
-    pieces, chunks, bucket, flag, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+    pieces, chunks, flag, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 ):
     chunk = chunks + tl.program_id(0) * 2
     row = pieces + tl.load(chunk) * 3
     packed = tl.load(chunk + 1)
     start = (packed // 2).to(tl.int64) * BLOCK
-    t_at = tl.load(row).to(tl.pointer_type(T)) + start
-    left = tl.load(row + 1) - start
-    b_at = bucket + tl.load(row + 2) + start
     factor = tl.load(scale)
     if packed % 2 != 0:
-        _gather_block(t_at, b_at, flag, factor, left, T, B, BLOCK, True)
+        _gather_block(row, start, flag, factor, T, B, BLOCK, True)
     else:
-        _gather_block(t_at, b_at, flag, factor, left, T, B, BLOCK, False)
+        _gather_block(row, start, flag, factor, T, B, BLOCK, False)
 
 
 @triton.jit
 def _scatter_block(  # type: ignore[no-untyped-def]
-    t_at, b_at, scale, left, T: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+    row,
+    start,
+    scale,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
     mask = None
-    if VECTOR:
-        t_at = tl.multiple_of(t_at, 16)
-        b_at = tl.multiple_of(b_at, 16)
-    else:
-        mask = i < left
+    if not VECTOR:
+        mask = i < tl.load(row + 1) - start
+    t_at, b_at = _ends(row, start, T, B, VECTOR)
     x = tl.load(b_at + i, mask=mask).to(tl.float32) * scale
     tl.store(t_at + i, x.to(T), mask=mask)
 
 
 @triton.jit
 def scatter_kernel(  # type: ignore[no-untyped-def]
-    pieces, chunks, bucket, skip, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+    pieces, chunks, skip, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 ):
     if tl.load(skip) == 0:
         chunk = chunks + tl.program_id(0) * 2
         row = pieces + tl.load(chunk) * 3
         packed = tl.load(chunk + 1)
         start = (packed // 2).to(tl.int64) * BLOCK
-        t_at = tl.load(row).to(tl.pointer_type(T)) + start
-        left = tl.load(row + 1) - start
-        b_at = bucket + tl.load(row + 2) + start
         factor = tl.load(scale)
         if packed % 2 != 0:
-            _scatter_block(t_at, b_at, factor, left, T, BLOCK, True)
+            _scatter_block(row, start, factor, T, B, BLOCK, True)
         else:
-            _scatter_block(t_at, b_at, factor, left, T, BLOCK, False)
+            _scatter_block(row, start, factor, T, B, BLOCK, False)
 
 
 @triton.jit
@@ -352,7 +357,6 @@ class Pieces:
                 bucket.device,
                 self._rows,
                 chunks,
-                bucket,
                 flag,
                 factor,
                 T=tl_dtype(dtype),
@@ -365,7 +369,7 @@ class Pieces:
         if now == self._seen:
             return
         pairs = list(zip(self.tensors, self.offsets, strict=True))
-        rows = [[t.data_ptr(), t.numel(), offset] for t, offset in pairs]
+        rows = [[t.data_ptr(), t.numel(), now[0] + offset * now[1]] for t, offset in pairs]
         self._rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(bucket.device)
         self._chunks = {}
         for dtype in dict.fromkeys(t.dtype for t in self.tensors):
@@ -409,7 +413,7 @@ def pack(x: torch.Tensor, error: torch.Tensor, codes: torch.Tensor, scales: torc
     if not _on_kernels(x):
         pack_reference(x, error, codes, scales)
         return
-    block = block_size(32)
+    block = device_block_size(x.device)
     launch(
         pack_kernel,
         -(-x.numel() // block),
@@ -439,7 +443,7 @@ def unpack(
     if not _on_kernels(out):
         unpack_reference(codes, scales, weights, out)
         return
-    block = block_size(32)
+    block = device_block_size(out.device)
     aligned = codes.stride(0) % 16 == 0 or codes.shape[0] == 1
     launch(
         unpack_kernel,
@@ -498,6 +502,8 @@ def gather_reference(
         piece = bucket[offset : offset + tensor.numel()]
         if scale is None:
             piece.copy_(tensor)
+        elif tensor.dtype == piece.dtype == torch.float32:
+            torch.mul(tensor, scale, out=piece)
         else:
             piece.copy_(tensor.float() * scale)
         # A sum is finite only if its terms are, and needs no array of booleans. It may overflow

@@ -50,6 +50,7 @@ __all__ = [
     "block_size",
     "check_device",
     "constant",
+    "device_block_size",
     "interpreting",
     "launch",
     "require_triton",

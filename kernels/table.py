@@ -30,6 +30,23 @@ class Combination:
     """Whether 16-bit arrays are rounded stochastically."""
 
 
+def combinations(*, momentless: bool = False) -> list[Combination]:
+    """Every combination that has a kernel: moments in fp32, bf16 or the parameter's own dtype,
+    16-bit parameters rounded to nearest, stochastically, or from an fp32 master. A master's
+    moments are fp32 or bf16. `momentless` adds SGD without momentum."""
+    found = []
+    for param in (torch.float32, torch.bfloat16, torch.float16):
+        moments: list[torch.dtype | None] = [torch.float32, torch.bfloat16]
+        moments += [torch.float16] * (param == torch.float16) + [None] * momentless
+        for moment in moments:
+            found.append(Combination(param=param, moment=moment))
+            if {param, moment} - {torch.float32, None}:
+                found.append(Combination(param=param, moment=moment, stochastic=True))
+            if param != torch.float32 and moment != torch.float16:
+                found.append(Combination(param=param, moment=moment, master=True))
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What the kernels need to know of one tensor, except its gradient, which changes."""
