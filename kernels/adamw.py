@@ -16,7 +16,7 @@ fp32 moments (p is then written and not read). Nothing is written when found_inf
 import torch
 
 from hdet_scale.kernels import scalars, table
-from hdet_scale.kernels.launch import launch, tl, tl_dtype, triton
+from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
 from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
 
@@ -36,7 +36,7 @@ _EPS = tl.constexpr(scalars.EPS)
 _CORRECTIONS = tl.constexpr(CORRECTIONS)
 
 
-@triton.jit
+@jit
 def _update(  # type: ignore[no-untyped-def]
     row,
     group,
@@ -81,7 +81,7 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(w_at + i, p, mask=mask)
 
 
-@triton.jit
+@jit
 def adamw_kernel(  # type: ignore[no-untyped-def]
     tensors,
     chunks,

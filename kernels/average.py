@@ -21,10 +21,10 @@ from hdet_scale.kernels.launch import (
     constant,
     device_block_size,
     interpreting,
+    jit,
     launch,
     tl,
     tl_dtype,
-    triton,
 )
 from hdet_scale.kernels.table import chunk_table
 
@@ -41,7 +41,7 @@ def _on_kernels(tensor: torch.Tensor) -> bool:
 # --- kernels ---------------------------------------------------------------------------------
 
 
-@triton.jit
+@jit
 def _ends(row, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """The addresses of a tensor and of its place in the bucket, at element `start`."""
     t_at = tl.load(row).to(tl.pointer_type(T))
@@ -52,7 +52,7 @@ def _ends(row, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  
     return t_at + start, b_at + start
 
 
-@triton.jit
+@jit
 def _gather_block(  # type: ignore[no-untyped-def]
     row,
     start,
@@ -77,7 +77,7 @@ def _gather_block(  # type: ignore[no-untyped-def]
     tl.store(flag + i * 0, 1, mask=broken & inside)
 
 
-@triton.jit
+@jit
 def gather_kernel(  # type: ignore[no-untyped-def]
     pieces, chunks, flag, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -92,7 +92,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
         _gather_block(row, start, flag, factor, T, B, BLOCK, False)
 
 
-@triton.jit
+@jit
 def _scatter_block(  # type: ignore[no-untyped-def]
     row,
     start,
@@ -111,7 +111,7 @@ def _scatter_block(  # type: ignore[no-untyped-def]
     tl.store(t_at + i, x.to(T), mask=mask)
 
 
-@triton.jit
+@jit
 def scatter_kernel(  # type: ignore[no-untyped-def]
     pieces, chunks, skip, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -127,7 +127,7 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
             _scatter_block(row, start, factor, T, B, BLOCK, False)
 
 
-@triton.jit
+@jit
 def _scale_block(at, factor, left, B: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     mask = None
@@ -139,7 +139,7 @@ def _scale_block(at, factor, left, B: tl.constexpr, BLOCK: tl.constexpr, VECTOR:
     tl.store(at + i, x.to(B), mask=mask)
 
 
-@triton.jit
+@jit
 def scale_kernel(  # type: ignore[no-untyped-def]
     bucket, factor, numel, B: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -151,7 +151,7 @@ def scale_kernel(  # type: ignore[no-untyped-def]
         _scale_block(bucket + start, value, numel - start, B, BLOCK, False)
 
 
-@triton.jit
+@jit
 def _pack_block(  # type: ignore[no-untyped-def]
     x_at, e_at, q_at, s_at, left, ROWS: tl.constexpr, Q: tl.constexpr, VECTOR: tl.constexpr
 ):
@@ -178,7 +178,7 @@ def _pack_block(  # type: ignore[no-untyped-def]
     tl.store(s_at + r, s, mask=filled)
 
 
-@triton.jit
+@jit
 def pack_kernel(  # type: ignore[no-untyped-def]
     x, error, codes, scales, numel, BLOCK: tl.constexpr, Q: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -192,7 +192,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         _pack_block(x + at, error + at, codes + at, scales + pid * ROWS, left, ROWS, Q, False)
 
 
-@triton.jit
+@jit
 def _unpack_block(  # type: ignore[no-untyped-def]
     codes,
     scales,
@@ -211,8 +211,8 @@ def _unpack_block(  # type: ignore[no-untyped-def]
     i = r[:, None] * Q + tl.arange(0, Q)[None, :]
     total = tl.zeros([ROWS, Q], dtype=tl.float32)
     for replica in range(replicas):
-        codes_at = codes + replica.to(tl.int64) * code_stride
-        scales_at = scales + replica.to(tl.int64) * scale_stride + r
+        codes_at = codes + tl.cast(replica, tl.int64) * code_stride
+        scales_at = scales + tl.cast(replica, tl.int64) * scale_stride + r
         if VECTOR:
             q = tl.load(tl.multiple_of(codes_at, 16) + i).to(tl.float32)
             s = tl.load(scales_at)
@@ -226,7 +226,7 @@ def _unpack_block(  # type: ignore[no-untyped-def]
         tl.store(out + i, total.to(B), mask=i < left)
 
 
-@triton.jit
+@jit
 def unpack_kernel(  # type: ignore[no-untyped-def]
     codes,
     scales,

@@ -52,12 +52,19 @@ __all__ = [
     "constant",
     "device_block_size",
     "interpreting",
+    "jit",
     "launch",
     "require_triton",
     "tl",
     "tl_dtype",
     "triton",
 ]
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` with a type: what makes a kernel of a function."""
+    return triton.jit(function)
+
 
 ELEMENTS_PER_THREAD = 8
 NUM_WARPS = 4

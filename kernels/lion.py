@@ -11,12 +11,12 @@ Each array is read once and written once: 20 bytes a parameter for fp32. Nothing
 found_inf is set.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hdet_scale.kernels import scalars, table
-from hdet_scale.kernels.launch import launch, tl, tl_dtype, triton
+from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
 from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
 
@@ -34,7 +34,7 @@ _SECOND_RATE = tl.constexpr(scalars.SECOND_RATE)
 _CORRECTIONS = tl.constexpr(CORRECTIONS)
 
 
-@triton.jit
+@jit
 def _update(  # type: ignore[no-untyped-def]
     row,
     group,
@@ -78,7 +78,7 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(w_at + i, p, mask=mask)
 
 
-@triton.jit
+@jit
 def lion_kernel(  # type: ignore[no-untyped-def]
     tensors,
     chunks,
@@ -172,17 +172,17 @@ def lion_reference(
 
 
 def lion_foreach(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
     *,
-    lr: float | torch.Tensor,
+    lr: Any,
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
     """A list of tensors whose arrays share a dtype, in few passes: torch has no fused Lion, and
     this is what a CPU runs. The arithmetic is in that dtype, as in torch's own foreach steps."""
-    directions = torch._foreach_lerp(exp_avgs, grads, 1 - betas[0])
+    directions = list(torch._foreach_lerp(exp_avgs, grads, 1 - betas[0]))
     torch._foreach_sign_(directions)
     torch._foreach_mul_(directions, lr)
     torch._foreach_mul_(params, 1 - lr * weight_decay)

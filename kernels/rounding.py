@@ -13,7 +13,7 @@ of a counter-based generator would be about a hundred.
 
 import torch
 
-from hdet_scale.kernels.launch import tl, triton
+from hdet_scale.kernels.launch import jit, tl
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -81,7 +81,7 @@ def _round_subnormal(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return (below + up.to(torch.float32)) * 2.0**-24
 
 
-@triton.jit
+@jit
 def mix(x):  # type: ignore[no-untyped-def]
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B
@@ -90,7 +90,7 @@ def mix(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
 
 
-@triton.jit
+@jit
 def words_at(key, step, first, offsets):  # type: ignore[no-untyped-def]
     """The words of elements first (int64) + offsets, before the round that tells arrays apart."""
     at_step = mix(step.to(tl.uint32))
@@ -102,7 +102,7 @@ def words_at(key, step, first, offsets):  # type: ignore[no-untyped-def]
     return mix(mix(low + low_key) ^ (high * 0x9E3779B9 + high_key))
 
 
-@triton.jit
+@jit
 def round_to(x, words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """`stochastic_round` in a kernel, for bf16 and fp16."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -119,7 +119,7 @@ def round_to(x, words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(finite, moved, x).to(dtype)
 
 
-@triton.jit
+@jit
 def store_rounded(  # type: ignore[no-untyped-def]
     at, x, mask, words, dtype: tl.constexpr, slot: tl.constexpr, stochastic: tl.constexpr
 ):

@@ -13,7 +13,7 @@ fp32 with momentum, 12 without. Nothing is written when found_inf is set.
 import torch
 
 from hdet_scale.kernels import scalars, table
-from hdet_scale.kernels.launch import launch, tl, tl_dtype, triton
+from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
 from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
 
@@ -32,7 +32,7 @@ _NESTEROV = tl.constexpr(scalars.NESTEROV)
 _CORRECTIONS = tl.constexpr(CORRECTIONS)
 
 
-@triton.jit
+@jit
 def _update(  # type: ignore[no-untyped-def]
     row,
     group,
@@ -74,7 +74,7 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(w_at + i, p, mask=mask)
 
 
-@triton.jit
+@jit
 def sgd_kernel(  # type: ignore[no-untyped-def]
     tensors,
     chunks,

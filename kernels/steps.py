@@ -11,7 +11,7 @@ not once a program of the update.
 import torch
 
 from hdet_scale.kernels import scalars, table
-from hdet_scale.kernels.launch import launch, tl, triton
+from hdet_scale.kernels.launch import jit, launch, tl
 
 CORRECTIONS = 4
 _BLOCK = 128
@@ -31,7 +31,7 @@ _LOG2 = tl.constexpr(scalars.WIDTH + 1)
 _CORRECTIONS = tl.constexpr(CORRECTIONS)
 
 
-@triton.jit
+@jit
 def advance_kernel(  # type: ignore[no-untyped-def]
     tensors, groups, corrections, found_inf, count, BLOCK: tl.constexpr
 ):
@@ -64,7 +64,7 @@ def advance(
     launch(advance_kernel, -(-count // _BLOCK), tensors.device, *args, BLOCK=_BLOCK)
 
 
-@triton.jit
+@jit
 def locate(tensors, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's row index, first element (int64), and whether to use 128-bit accesses."""
     chunk = chunks + tl.program_id(0) * 2
@@ -74,7 +74,7 @@ def locate(tensors, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def
     return index, start, packed % 2 != 0
 
 
-@triton.jit
+@jit
 def arrays(row, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """The addresses of element `start` of a tensor's arrays: parameter, gradient, first and second
     moment, master. A kernel that leaves one unused pays nothing: the compiler drops its load.
@@ -96,7 +96,7 @@ def arrays(row, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr): 
     return p + start, g + start, m + start, v + start, w + start
 
 
-@triton.jit
+@jit
 def grad_factor(group, grad_scale, clip):  # type: ignore[no-untyped-def]
     """sign * clip / scale: ascent or descent, clipping, and the inverse of the loss scale."""
     return tl.load(group + _SIGN) * tl.load(clip) / tl.load(grad_scale)
