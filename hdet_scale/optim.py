@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -179,6 +179,10 @@ class _Batch:
     fresh: list[bool]
     """Which moments were created for the coming step."""
     sharded: bool
+    contiguous: bool
+    """Whether every shard is in row-major order; else gradients are compared with it."""
+    plain: bool
+    """Whether torch's functional step does it all."""
     grads: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -186,15 +190,23 @@ class _Batch:
         return self.locals[0].device
 
     def holds(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
-        """Whether these are still the parameters, and the states those that were listed."""
+        """Whether these are still the parameters, and the states those that were listed. Runs at
+        every step: loops that stay inside `map` are several times faster than Python's own."""
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
-        for name, listed in zip(names, self.slots, strict=True):
-            if any(_local(e[name]) is not t for e, t in zip(self.entries, listed, strict=True)):
-                return False
-        return not self.sharded or all(
-            _local(p).data_ptr() == t.data_ptr() for p, t in zip(params, self.locals, strict=True)
+        if self.sharded:
+            return self._holds_shards(params, names)
+        return all(
+            all(map(is_, map(itemgetter(name), self.entries), listed))
+            for name, listed in zip(names, self.slots, strict=True)
         )
+
+    def _holds_shards(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
+        """A shard is a new object each time it is asked for: compare addresses."""
+        pairs = list(zip(params, self.locals, strict=True))
+        for name, listed in zip(names, self.slots, strict=True):
+            pairs += zip(map(itemgetter(name), self.entries), listed, strict=True)
+        return all(_local(whole).data_ptr() == shard.data_ptr() for whole, shard in pairs)
 
 
 @dataclass(slots=True)
@@ -413,14 +425,13 @@ class _FusedOptimizer(Optimizer):
         found = []
         for index, group in enumerate(self.param_groups):
             _check_multiplier(group["lr_multiplier"])
-            params, grads = [], []
-            for param in group["params"]:
-                grad = param.grad
-                if grad is not None:
-                    if grad.layout is not torch.strided:
-                        raise _unfit_grad(param, grad)
-                    params.append(param)
-                    grads.append(grad)
+            params = group["params"]
+            grads = [param.grad for param in params]
+            if any(grad is None for grad in grads):
+                params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if any(layout is not torch.strided for layout in map(attrgetter("layout"), grads)):
+                raise _unfit_grads(params, grads)
             if params:
                 found.append((index, group, params, grads))
         stale = [entry for entry in found if not self._is_listed(entry[0], entry[1], entry[2])]
@@ -471,7 +482,9 @@ class _FusedOptimizer(Optimizer):
         before = sum(len(g["params"]) for g in self.param_groups[:index])
         position = {id(p): before + i for i, p in enumerate(group["params"])}
         chosen = [self._combination(p, group) for p in params]
-        counted = self._counts_steps or not self._is_plain(chosen, params)
+        shards = [_local(p) for p in params]
+        plain = self._is_plain(chosen, shards[0].device)
+        counted = self._counts_steps or not plain
         fresh = [
             self._create(self.state[param], param, combination, names, counted)
             for param, combination in zip(params, chosen, strict=True)
@@ -481,8 +494,8 @@ class _FusedOptimizer(Optimizer):
         return _Batch(
             group=group,
             index=index,
-            params=params,
-            locals=[_local(p) for p in params],
+            params=list(params),
+            locals=shards,
             entries=entries,
             slots=[[_local(e[name]) for e in entries] for name in names],
             steps=[e["step"] for e in entries] if counted else [],
@@ -491,6 +504,8 @@ class _FusedOptimizer(Optimizer):
             keys=[tensor_key(int(group["seed"]), position[id(p)]) for p in params],
             fresh=fresh,
             sharded=any(hasattr(p, "to_local") for p in params),
+            contiguous=all(shard.is_contiguous() for shard in shards),
+            plain=plain,
         )
 
     def _create(
@@ -513,9 +528,8 @@ class _FusedOptimizer(Optimizer):
             entry["master"] = param.detach().to(torch.float32, copy=True)
         return bool(new)
 
-    def _is_plain(self, chosen: list[Combination], params: list[torch.Tensor]) -> bool:
+    def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
         """Whether torch's functional step does it all: no master, no rounding, its own dtypes."""
-        device = _local(params[0]).device
         return _choose_backend(self.defaults["backend"], device) == "torch" and all(
             not c.master and not c.stochastic and c.moment in (None, c.param) for c in chosen
         )
@@ -595,7 +609,7 @@ class _FusedOptimizer(Optimizer):
             clip = clip_factor.to(device, torch.float32)
             grad_scale = (1.0 if grad_scale is None else grad_scale.to(device)) / clip
         for batch in batches:
-            if self._is_plain(batch.combinations, batch.params):
+            if batch.plain:
                 self._step_plain(batch, batch.locals, batch.grads, found_inf, grad_scale)
             elif all(c.master and c.moment == torch.float32 for c in batch.combinations):
                 masters = [m for m in batch.masters if m is not None]
@@ -651,7 +665,9 @@ def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _unfit_grad(param: torch.Tensor, grad: torch.Tensor) -> TypeError:
+def _unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
+    pairs = zip(params, grads, strict=True)
+    param, grad = next((p, g) for p, g in pairs if g.layout is not torch.strided)
     return TypeError(
         f"the gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}: "
         "valid is torch.strided. Use sparse=False in the embedding, or torch.optim.SparseAdam."
@@ -668,10 +684,9 @@ def _matching(grads: list[torch.Tensor], batch: _Batch) -> list[torch.Tensor]:
                     f"{getattr(grad, 'placements', None)}: redistribute the gradient to match"
                 )
         grads = [_local(grad) for grad in grads]
-    return [
-        g if g.is_contiguous() and p.is_contiguous() else _as_laid_out(g, p)
-        for g, p in zip(grads, batch.locals, strict=True)
-    ]
+    if batch.contiguous and all(map(torch.Tensor.is_contiguous, grads)):
+        return grads
+    return [_as_laid_out(g, p) for g, p in zip(grads, batch.locals, strict=True)]
 
 
 def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -1016,9 +1031,9 @@ class FusedLion(_FusedOptimizer):
         super()._check_group(group)
         _check_betas(group)
 
-    def _is_plain(self, chosen: list[Combination], params: list[torch.Tensor]) -> bool:
+    def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
         """The foreach step computes in the arrays' dtype, which is too coarse below fp32."""
-        return super()._is_plain(chosen, params) and all(c.param.itemsize >= 4 for c in chosen)
+        return super()._is_plain(chosen, device) and all(c.param.itemsize >= 4 for c in chosen)
 
     def _scalar_row(self, group: Group) -> list[Number]:
         betas = (float(group["betas"][0]), float(group["betas"][1]))
