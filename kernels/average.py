@@ -26,6 +26,7 @@ from hdet_scale.kernels.launch import (
     tl,
     tl_dtype,
 )
+from hdet_scale.kernels.rounding import nearest
 from hdet_scale.kernels.table import chunk_table
 
 QUANTUM = 256
@@ -70,7 +71,7 @@ def _gather_block(  # type: ignore[no-untyped-def]
         mask = i < tl.load(row + 1) - start
         inside = mask
     t_at, b_at = _ends(row, start, T, B, VECTOR)
-    y = (tl.load(t_at + i, mask=mask).to(tl.float32) * scale).to(B)
+    y = nearest(tl.load(t_at + i, mask=mask).to(tl.float32) * scale, B)
     tl.store(b_at + i, y, mask=mask)
     # Every writer writes 1, so that the order does not matter; a finite bucket writes nothing.
     broken = (tl.abs(y.to(tl.float32)) <= _LARGEST) == 0
@@ -108,7 +109,7 @@ def _scatter_block(  # type: ignore[no-untyped-def]
         mask = i < tl.load(row + 1) - start
     t_at, b_at = _ends(row, start, T, B, VECTOR)
     x = tl.load(b_at + i, mask=mask).to(tl.float32) * scale
-    tl.store(t_at + i, x.to(T), mask=mask)
+    tl.store(t_at + i, nearest(x, T), mask=mask)
 
 
 @jit
@@ -136,7 +137,7 @@ def _scale_block(at, factor, left, B: tl.constexpr, BLOCK: tl.constexpr, VECTOR:
     else:
         mask = i < left
     x = tl.load(at + i, mask=mask).to(tl.float32) * factor
-    tl.store(at + i, x.to(B), mask=mask)
+    tl.store(at + i, nearest(x, B), mask=mask)
 
 
 @jit
@@ -221,9 +222,9 @@ def _unpack_block(  # type: ignore[no-untyped-def]
             s = tl.load(scales_at, mask=r * Q < left, other=0.0)
         total += q * (s * tl.load(weights + replica))[:, None]
     if VECTOR:
-        tl.store(tl.multiple_of(out, 16) + i, total.to(B))
+        tl.store(tl.multiple_of(out, 16) + i, nearest(total, B))
     else:
-        tl.store(out + i, total.to(B), mask=i < left)
+        tl.store(out + i, nearest(total, B), mask=i < left)
 
 
 @jit

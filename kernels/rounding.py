@@ -13,10 +13,11 @@ of a counter-based generator would be about a hundred.
 
 import torch
 
-from hdet_scale.kernels.launch import jit, tl
+from hdet_scale.kernels.launch import interpreting, jit, tl
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
+_INTERPRETED = tl.constexpr(interpreting())
 
 
 def _mix_int(x: int) -> int:
@@ -120,6 +121,18 @@ def round_to(x, words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def nearest(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x rounded to dtype, to nearest, ties to even. Triton's interpreter cuts fp32 down to bf16
+    where a GPU rounds: there, and only there, the rounding is done on the bits."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        moved = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(finite, moved.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@jit
 def store_rounded(  # type: ignore[no-untyped-def]
     at, x, mask, words, dtype: tl.constexpr, slot: tl.constexpr, stochastic: tl.constexpr
 ):
@@ -128,4 +141,4 @@ def store_rounded(  # type: ignore[no-untyped-def]
         salt: tl.constexpr = (slot * 0x9E3779B9) & 0xFFFFFFFF
         tl.store(at, round_to(x, mix(words + salt), dtype), mask=mask)
     else:
-        tl.store(at, x.to(dtype), mask=mask)
+        tl.store(at, nearest(x, dtype), mask=mask)
