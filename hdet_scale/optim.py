@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -430,7 +431,7 @@ class _FusedOptimizer(Optimizer):
             if any(grad is None for grad in grads):
                 params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
                 grads = [grad for grad in grads if grad is not None]
-            if any(layout is not torch.strided for layout in map(attrgetter("layout"), grads)):
+            if not _fit(params, grads):
                 raise _unfit_grads(params, grads)
             if params:
                 found.append((index, group, params, grads))
@@ -611,7 +612,7 @@ class _FusedOptimizer(Optimizer):
         for batch in batches:
             if batch.plain:
                 self._step_plain(batch, batch.locals, batch.grads, found_inf, grad_scale)
-            elif all(c.master and c.moment == torch.float32 for c in batch.combinations):
+            elif all(c.master and c.moment in (None, torch.float32) for c in batch.combinations):
                 masters = [m for m in batch.masters if m is not None]
                 grads = [g.float() for g in batch.grads]
                 self._step_plain(batch, masters, grads, found_inf, grad_scale)
@@ -665,12 +666,27 @@ def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
+def _fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
+    """Whether every gradient is dense and of its parameter's dtype; `map` keeps it cheap."""
+    dtype = attrgetter("dtype")
+    return all(map(is_, map(attrgetter("layout"), grads), repeat(torch.strided))) and all(
+        map(is_, map(dtype, grads), map(dtype, params))
+    )
+
+
 def _unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
-    pairs = zip(params, grads, strict=True)
-    param, grad = next((p, g) for p, g in pairs if g.layout is not torch.strided)
+    for param, grad in zip(params, grads, strict=True):
+        where = f"the gradient of a parameter of shape {tuple(param.shape)}"
+        if grad.layout is not torch.strided:
+            return TypeError(
+                f"{where} has layout {grad.layout}: valid is torch.strided. Use sparse=False in "
+                "the embedding, or torch.optim.SparseAdam for it."
+            )
+        if grad.dtype is not param.dtype:
+            break
     return TypeError(
-        f"the gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}: "
-        "valid is torch.strided. Use sparse=False in the embedding, or torch.optim.SparseAdam."
+        f"{where} is {grad.dtype} and the parameter {param.dtype}: they must be the same. Leave "
+        "grad_dtype alone, or keep fp32 parameters."
     )
 
 

@@ -166,7 +166,9 @@ def adamw_reference(
     nearest) seeds the stochastic rounding of the arrays that are 16 bits wide."""
     rate = lr * lr_multiplier
     g = grad.float() * (-factor if maximize else factor)
-    p = (param.float() if master is None else master) * (1 - rate * weight_decay)
+    p = param.float() if master is None else master
+    # Not p (1 - rate decay): that factor, rounded to fp32, is wrong in the same direction each step.
+    p = p - rate * weight_decay * p
     m = torch.lerp(exp_avg.float(), g, 1 - betas[0])
     v = exp_avg_sq.float() * betas[1] + g * g * (1 - betas[1])
     c1 = 1 - betas[0] ** step

@@ -202,6 +202,7 @@ def _bucket_cases() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """Every kernel and dtype combination."""
+    require_triton()
     found = [
         _optimizer_case(name, function, moments, combination)
         for name, function, moments in (
@@ -227,7 +228,6 @@ def cases() -> list[Case]:
 
 def compile_case(case: Case, target: str) -> Any:
     """The compiled kernel of a case, from Triton's cache if it has been compiled before."""
-    require_triton()
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET is set: nothing is compiled. Unset it and start anew.")
     from triton.backends.compiler import GPUTarget

@@ -158,7 +158,8 @@ def lion_reference(
     rate = lr * lr_multiplier
     g = grad.float() * (-factor if maximize else factor)
     m = exp_avg.float()
-    p = (param.float() if master is None else master) * (1 - rate * weight_decay)
+    p = param.float() if master is None else master
+    p = p - rate * weight_decay * p
     p = p - rate * torch.sign(torch.lerp(m, g, 1 - betas[0]))
     m = torch.lerp(m, g, 1 - betas[1])
     for slot, (target, value) in enumerate([(param, p), (exp_avg, m)]):
@@ -185,6 +186,9 @@ def lion_foreach(
     directions = list(torch._foreach_lerp(exp_avgs, grads, 1 - betas[0]))
     torch._foreach_sign_(directions)
     torch._foreach_mul_(directions, lr)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    if weight_decay:
+        # Not p (1 - lr decay): that factor, rounded to fp32, is wrong in the same direction each
+        # step.
+        torch._foreach_add_(directions, torch._foreach_mul(params, lr * weight_decay))
     torch._foreach_sub_(params, directions)
     torch._foreach_lerp_(exp_avgs, grads, 1 - betas[1])
