@@ -167,7 +167,7 @@ def adamw_reference(
     rate = lr * lr_multiplier
     g = grad.float() * (-factor if maximize else factor)
     p = param.float() if master is None else master
-    # Not p (1 - rate decay): that factor, rounded to fp32, is wrong in the same direction each step.
+    # Not p (1 - rate decay): that factor, rounded to fp32, errs in the same direction each step.
     p = p - rate * weight_decay * p
     m = torch.lerp(exp_avg.float(), g, 1 - betas[0])
     v = exp_avg_sq.float() * betas[1] + g * g * (1 - betas[1])

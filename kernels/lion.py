@@ -187,8 +187,7 @@ def lion_foreach(
     torch._foreach_sign_(directions)
     torch._foreach_mul_(directions, lr)
     if weight_decay:
-        # Not p (1 - lr decay): that factor, rounded to fp32, is wrong in the same direction each
-        # step.
+        # Not p (1 - lr decay): that factor, rounded to fp32, errs in the same direction each step.
         torch._foreach_add_(directions, torch._foreach_mul(params, lr * weight_decay))
     torch._foreach_sub_(params, directions)
     torch._foreach_lerp_(exp_avgs, grads, 1 - betas[1])
