@@ -21,8 +21,9 @@ STEPS = 100
 SEED = 11
 RHO = 1.1
 # Largest difference after 100 steps, relative to the largest value of the array. fp32: a third of
-# what half a spacing (2^-24) a step would add up to. A 16-bit array rounds the other way where the two sides differ in the last
-# bit of fp32: one spacing (2^-8 in bf16, 2^-11 in fp16), and a second one when it happens again.
+# what half a spacing (2^-24) a step would add up to. A 16-bit array rounds the other way where the
+# two sides differ in the last bit of fp32: one spacing (2^-8 in bf16, 2^-11 in fp16), and a second
+# one when it happens again.
 TOLERANCE = {
     torch.float32: 2e-6,
     torch.bfloat16: 2 * 2.0**-8,
