@@ -1,14 +1,36 @@
 """Hyperparameter-divergent ensemble training: the learning-rate search inside the run.
 
-    from hdet_scale import OneCycleAutoLR, AutoLR, HDETConfig, Replicas
+    from hdet_scale import OneCycleAutoLR, AutoLR, HDETConfig, Replicas, FusedAdamW
 
 Core depends on torch alone; each engine and trainer has a module of its own that imports what
-it needs.
+it needs. The fused optimizers are imported when they are first asked for, since they bring Triton.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 
+if TYPE_CHECKING:
+    from hdet_scale.optim import FusedAdamW, FusedLion, FusedSGD
+
 __version__ = "0.1.0"
-__all__ = ["AutoLR", "ConvergePolicy", "HDETConfig", "OneCycleAutoLR", "Replicas"]
+__all__ = [
+    "AutoLR",
+    "ConvergePolicy",
+    "FusedAdamW",
+    "FusedLion",
+    "FusedSGD",
+    "HDETConfig",
+    "OneCycleAutoLR",
+    "Replicas",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FusedAdamW", "FusedLion", "FusedSGD"):
+        from hdet_scale import optim
+
+        return getattr(optim, name)
+    raise AttributeError(f"module 'hdet_scale' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,12 +31,7 @@ class Factor(Protocol):
 
 
 class LearningRate:
-    """The learning rate of one param group.
-
-    The one place that decides how a multiplier reaches the optimizer: a group with an
-    "lr_multiplier" (the fused optimizers) keeps the shared base in "lr" and multiplies inside
-    the kernel; any other torch optimizer gets the product in "lr".
-    """
+    """The learning rate of one param group."""
 
     def __init__(self, optimizer: Optimizer, index: int) -> None:
         if not 0 <= index < len(optimizer.param_groups):
@@ -55,31 +51,66 @@ class LearningRate:
         return self.optimizer.param_groups[self.index]
 
     def write(self, base: float, multiplier: float) -> None:
-        if "lr_multiplier" in self.group:
-            self._set("lr", base)
-            self._set("lr_multiplier", multiplier)
-        else:
-            self._set("lr", base * multiplier)
+        write_lr(self.group, base, multiplier)
 
     def read(self) -> float | Tensor:
         """A tensor learning rate is answered with a copy, as torch does: nobody waits for it."""
-        lr, rho = self.group["lr"], self.group.get("lr_multiplier")
-        if rho is not None:
-            product: float | Tensor = lr * rho
-            return product
-        return lr.clone() if isinstance(lr, Tensor) else float(lr)
+        rate = effective_lr(self.group)
+        return rate.clone() if isinstance(rate, Tensor) else float(rate)
 
     def scheduled(self) -> float:
         return float(self.group["lr"])
 
-    def _set(self, key: str, value: float) -> None:
-        # A tensor learning rate (capturable, compiled) is filled and never replaced: a captured
-        # graph keeps reading the same memory. A float stays a float: foreach optimizers refuse
-        # a tensor.
-        if isinstance(self.group.get(key), Tensor):
-            self.group[key].fill_(value)
-        else:
-            self.group[key] = value
+
+def write_lr(group: dict[str, Any], base: float, multiplier: float) -> None:
+    """Give a group its shared base LR and this replica's multiplier.
+
+    The one place that decides how a multiplier reaches the optimizer: a group with an
+    "lr_multiplier" (the fused optimizers) keeps the shared base in "lr" and multiplies inside
+    the kernel; any other torch optimizer gets the product in "lr".
+    """
+    check_multiplier(multiplier)
+    if "lr_multiplier" in group:
+        _put(group, "lr", base)
+        _put(group, "lr_multiplier", multiplier)
+    else:
+        _put(group, "lr", base * multiplier)
+
+
+def effective_lr(group: dict[str, Any]) -> float | Tensor:
+    """The LR that the step uses: base times multiplier, or the LR of another torch optimizer."""
+    lr: float | Tensor = group["lr"]
+    if "lr_multiplier" not in group:
+        return lr
+    product: float | Tensor = lr * group["lr_multiplier"]
+    return product
+
+
+def _put(group: dict[str, Any], name: str, value: float) -> None:
+    # A tensor learning rate (capturable, compiled) is filled and never replaced: a captured graph
+    # keeps reading the same memory. A float stays a float: foreach optimizers refuse a tensor.
+    if isinstance(group.get(name), Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def check_multiplier(value: object) -> None:
+    """A multiplier on another device is left to the kernel: reading it here would wait for it."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"lr_multiplier of shape {tuple(value.shape)}: give one element")
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(
+            f"lr_multiplier={value!r} is a {type(value).__name__}: give a number or a tensor of one"
+        )
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(
+            f"lr_multiplier={value}: valid is a finite number of at least 0, and 1.0 for no spread"
+        )
 
 
 def learning_rates(optimizer: Optimizer) -> list[LearningRate]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, OneCycleAutoLR
+from hdet_scale import AutoLR, ConvergePolicy, FusedAdamW, HDETConfig, OneCycleAutoLR
 from hdet_scale.controller import PaperRule
 from hdet_scale.converge import NoHealthyReplicaError
 from hdet_scale.spread import assignment, multipliers
@@ -625,3 +626,48 @@ def test_auto_lr_explores_and_agrees(fleet: Fleet) -> None:
             pi = assignment(n, seed=0, round=step // T, factor="lr/group0")
             assert lr == base * rho[pi[rank]]
     assert all([b for _, b in rates] == [b for _, b in runs[0][0]] for rates, _ in runs)
+
+
+def _fused(rank: int, size: int, mode: str) -> tuple[bool, float, bool]:
+    """A fused optimizer keeps the base in "lr"; replicas come apart and agree as with torch's."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5).bfloat16() if mode == "master" else torch.nn.Linear(6, 5)
+    options = {"master_weights": True} if mode == "master" else {}
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, **options)
+    scheduler = OneCycleAutoLR(
+        optimizer,
+        0.1,
+        total_steps=20,
+        ensemble_lr_spread_ratio=0.2,
+        model_sync_interval=4,
+        model=model,
+        gradients="local",
+    )
+    for step in range(7):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = model(x.to(next(model.parameters()).dtype)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.float())
+    group = optimizer.param_groups[0]
+    product = [group["lr"] * group["lr_multiplier"]] == scheduler.get_last_lr()
+    scheduler.finalize()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    rows = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(rows, flat)
+    masters = [optimizer.state[p].get("master", p).to(p.dtype) for p in model.parameters()]
+    rounded = all(torch.equal(m, p) for m, p in zip(masters, model.parameters(), strict=True))
+    return (
+        product and group["lr"] == scheduler.get_base_lr()[0],
+        group["lr_multiplier"],
+        (all(torch.equal(r, rows[0]) for r in rows) and rounded),
+    )
+
+
+@pytest.mark.parametrize("mode", ["fp32", "master"])
+def test_fused_optimizers_take_base_and_multiplier(trio: Fleet, mode: str) -> None:
+    results = trio.run(_fused, mode)
+    assert all(base for base, _, _ in results)
+    assert sorted(rho for _, rho, _ in results) == pytest.approx([0.8, 1.0, 1.2])
+    assert all(agree for _, _, agree in results)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdet_scale import optim
+from hdet_scale import fused
 from hdet_scale.kernels.adamw import adamw_reference
 from hdet_scale.kernels.lion import lion_reference
 from hdet_scale.kernels.sgd import sgd_reference
@@ -616,13 +616,13 @@ def test_triton_on_a_cpu_is_refused_with_the_next_move() -> None:
 def test_a_gpu_without_triton_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(optim.importlib.util, "find_spec", lambda name: None)
-    optim._say_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="hdet_scale.optim"):
-        chosen = [optim._choose_backend(None, torch.device("cuda")) for _ in range(3)]
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    fused._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="hdet_scale.fused"):
+        chosen = [fused._choose_backend(None, torch.device("cuda")) for _ in range(3)]
     assert chosen == ["torch"] * 3
     assert len(caplog.records) == 1
     assert "hdet_scale[triton]" in caplog.text
-    monkeypatch.setattr(optim.importlib.util, "find_spec", lambda name: object())
-    assert optim._choose_backend(None, torch.device("cuda")) == "triton"
-    assert optim._choose_backend(None, torch.device("cpu")) == "torch"
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    assert fused._choose_backend(None, torch.device("cuda")) == "triton"
+    assert fused._choose_backend(None, torch.device("cpu")) == "torch"

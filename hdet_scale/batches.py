@@ -1,0 +1,155 @@
+"""Batches: the tensors of a param group that have a gradient, their state, and what fits them.
+
+Listed once and checked at every step by identity alone, since building the lists is most of the
+host time of a step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from hdet_scale.kernels.table import Combination
+
+Group = dict[str, Any]
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard that this rank holds of a DTensor; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def shard_offset(param: torch.Tensor) -> int:
+    """The index in the whole parameter of this rank's first element: what makes the rounding of an
+    element the same however dimension 0 is sharded."""
+    if not hasattr(param, "to_local"):
+        return 0
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(param, DTensor):
+        return 0
+    _, starts = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    inner = [math.prod(param.shape[d + 1 :]) for d in range(param.dim())]
+    return sum(start * size for start, size in zip(starts, inner, strict=True))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their storage without gaps, in whatever order (channels_last)."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tensors of one group that have a gradient, and their state: built once, since building
+    it is most of the host time of a step."""
+
+    group: Group
+    index: int
+    params: list[torch.Tensor]
+    """As the model has them; `locals` are the shards that are stepped."""
+    locals: list[torch.Tensor]
+    entries: list[dict[str, Any]]
+    slots: list[list[torch.Tensor]]
+    """One list for each moment, in the optimizer's order."""
+    steps: list[torch.Tensor]
+    masters: list[torch.Tensor | None]
+    combinations: list[Combination]
+    keys: list[int]
+    fresh: list[bool]
+    """Which moments were created for the coming step."""
+    sharded: bool
+    contiguous: bool
+    """Whether every shard is in row-major order; else gradients are compared with it."""
+    plain: bool
+    """Whether torch's functional step does it all."""
+    grads: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.locals[0].device
+
+    def holds(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
+        """Whether these are still the parameters, and the states those that were listed. Runs at
+        every step: loops that stay inside `map` are several times faster than Python's own."""
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        if self.sharded:
+            return self._holds_shards(params, names)
+        return all(
+            all(map(is_, map(itemgetter(name), self.entries), listed))
+            for name, listed in zip(names, self.slots, strict=True)
+        )
+
+    def _holds_shards(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
+        """A shard is a new object each time it is asked for: compare addresses."""
+        pairs = list(zip(params, self.locals, strict=True))
+        for name, listed in zip(names, self.slots, strict=True):
+            pairs += zip(map(itemgetter(name), self.entries), listed, strict=True)
+        return all(local_shard(whole).data_ptr() == shard.data_ptr() for whole, shard in pairs)
+
+
+def check_one_device(tensors: Sequence[torch.Tensor]) -> None:
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise ValueError(
+            f"a param group has tensors on {devices}: one launch works on one device. "
+            "Make a group for each device."
+        )
+
+
+def fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
+    """Whether every gradient is dense and of its parameter's dtype; `map` keeps it cheap."""
+    dtype = attrgetter("dtype")
+    return all(map(is_, map(attrgetter("layout"), grads), repeat(torch.strided))) and all(
+        map(is_, map(dtype, grads), map(dtype, params))
+    )
+
+
+def unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
+    for param, grad in zip(params, grads, strict=True):
+        where = f"the gradient of a parameter of shape {tuple(param.shape)}"
+        if grad.layout is not torch.strided:
+            return TypeError(
+                f"{where} has layout {grad.layout}: valid is torch.strided. Use sparse=False in "
+                "the embedding, or torch.optim.SparseAdam for it."
+            )
+        if grad.dtype is not param.dtype:
+            break
+    return TypeError(
+        f"{where} is {grad.dtype} and the parameter {param.dtype}: they must be the same. Leave "
+        "grad_dtype alone, or keep fp32 parameters."
+    )
+
+
+def matching(grads: list[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+    """Local gradients in the memory order of their parameters, copied only where it differs."""
+    if batch.sharded:
+        for param, grad in zip(batch.params, grads, strict=True):
+            if getattr(grad, "placements", None) != getattr(param, "placements", None):
+                raise ValueError(
+                    f"a parameter is placed {getattr(param, 'placements', None)} and its gradient "
+                    f"{getattr(grad, 'placements', None)}: redistribute the gradient to match"
+                )
+        grads = [local_shard(grad) for grad in grads]
+    if batch.contiguous and all(map(torch.Tensor.is_contiguous, grads)):
+        return grads
+    return [_as_laid_out(g, p) for g, p in zip(grads, batch.locals, strict=True)]
+
+
+def _as_laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
