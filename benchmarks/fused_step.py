@@ -1,6 +1,6 @@
 """The optimizer step against torch's own, in one run: time of a step, and host time of a step.
 
-    python benchmarks/fused_step.py [--repeats 15] [--threads 1] [--check] [--out FILE]
+    python -m benchmarks.fused_step [--repeats 15] [--threads 1] [--check]
 
 GPT-2-small shapes: 148 tensors, 124 M fp32 parameters, in 4 groups. The contenders take turns, so
 that whatever else the machine does falls on all of them; a ratio is the median of the ratios of
@@ -13,29 +13,19 @@ torch's.
 """
 
 import argparse
-import csv
 import importlib
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 
+from benchmarks import rows
+from benchmarks.shapes import gpt2_small
 from hdet_scale.optim import FusedAdamW
 
 LIMITS = {"step vs torch fused": 1.05, "step vs torch foreach": 0.2, "host vs torch fused": 1.0}
-
-
-def gpt2_small_shapes() -> list[tuple[int, ...]]:
-    """The 148 tensors of GPT-2 small, the output layer tied to the embedding."""
-    d = 768
-    layer: list[tuple[int, ...]] = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
-    layer += [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *(layer * 12), (d,), (d,)]
 
 
 def in_groups(params: list[torch.nn.Parameter], count: int = 4) -> list[dict[str, object]]:
@@ -113,36 +103,19 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    for line in (
-        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    ):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def measure(device: torch.device, repeats: int) -> list[dict[str, object]]:
     """One row for each contender and quantity."""
     makers = contenders(device)
-    params = make_params(gpt2_small_shapes(), device)
+    params = make_params(gpt2_small(), device)
     step = race({n: make(in_groups(params)) for n, make in makers.items()}, repeats, timed, device)
     small = make_params([(16,)] * len(params), device)
     few = {n: make(in_groups(small)) for n, make in makers.items() if n != "torch foreach"}
     host = race(few, 20 * repeats, host_timed, device)
-    rows: list[dict[str, object]] = []
+    found: list[dict[str, object]] = []
     for quantity, seconds in (("step", step), ("host", host)):
         for name, values in seconds.items():
             cuts = quantiles(values, n=10)
-            rows.append(
+            found.append(
                 {
                     "quantity": quantity,
                     "contender": name,
@@ -153,29 +126,12 @@ def measure(device: torch.device, repeats: int) -> list[dict[str, object]]:
                     "repeats": len(values),
                 }
             )
-    return rows
+    return found
 
 
-def save(rows: list[dict[str, object]], path: Path, device: torch.device) -> None:
-    where = {
-        "commit": commit(),
-        "hardware": hardware(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *where])
-        if new:
-            writer.writeheader()
-        writer.writerows({**row, **where} for row in rows)
-
-
-def failures(rows: list[dict[str, object]]) -> list[str]:
+def failures(measured: list[dict[str, object]]) -> list[str]:
     """The limits that were missed."""
-    found = {f"{r['quantity']} vs {r['contender']}": r["FusedAdamW_over_it"] for r in rows}
+    found = {f"{r['quantity']} vs {r['contender']}": r["FusedAdamW_over_it"] for r in measured}
     return [
         f"{name}: {found[name]} is above {limit}"
         for name, limit in LIMITS.items()
@@ -189,25 +145,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=Path("runs/fused_step.csv"))
+    parser.add_argument("--no-rows", action="store_true", help="print only")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    rows = measure(device, options.repeats)
-    print(
-        f"{hardware(device)}, {torch.get_num_threads()} thread(s), "
-        f"torch {torch.__version__}, {commit()}"
-    )
-    print(
-        f"{'quantity':9} {'contender':14} {'p10 ms':>9} {'median':>9} {'p90':>9}  FusedAdamW / it"
-    )
-    for r in rows:
+    measured = measure(device, options.repeats)
+    lines = [
+        [
+            str(r["quantity"]),
+            str(r["contender"]),
+            f"{r['p10_ms']:.3f} - {r['p90_ms']:.3f}",
+            f"{r['median_ms']:.3f}",
+            f"{r['FusedAdamW_over_it']:.3f}",
+        ]
+        for r in measured
+    ]
+    print(rows.table(["", "contender", "10 - 90 % ms", "median", "FusedAdamW / it"], lines))
+    if not options.no_rows:
         print(
-            f"{r['quantity']:9} {r['contender']:14} {r['p10_ms']:9.3f} {r['median_ms']:9.3f} "
-            f"{r['p90_ms']:9.3f}  {r['FusedAdamW_over_it']:.3f}"
+            "rows:",
+            rows.append("fused_step", [{**r, "threads": options.threads} for r in measured]),
         )
-    save(rows, options.out, device)
-    missed = failures(rows) if device.type == "cpu" else []
+    missed = failures(measured) if device.type == "cpu" else []
     for line in missed:
         print(f"MISSED {line}")
     return 1 if missed and options.check else 0
