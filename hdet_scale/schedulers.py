@@ -100,6 +100,11 @@ class Exploring:
         return self._round.config.interval
 
     @property
+    def gradients(self) -> str:
+        """ "shared" or "local"."""
+        return self._round.config.gradients
+
+    @property
     def bucket_bytes(self) -> int:
         """Cap of a staging bucket of the converge."""
         return self._round.config.converge.bucket_bytes
