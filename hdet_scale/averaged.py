@@ -1,4 +1,8 @@
-"""What a converge averages: parameters, float buffers, moments."""
+"""What a converge averages: parameters, float buffers, moments.
+
+An engine that keeps its parameters elsewhere (a flat fp32 partition with 16-bit copies) gives the
+schedulers an `Averaged` of its own: where the tensors are, and what to do once they have changed.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,18 @@ class Averaged:
         }
 
     def __call__(self) -> list[Tensor]:
-        return trained(self.optimizer) + self._buffers()
+        return trained(self.optimizer) + self.buffers()
 
-    def _buffers(self) -> list[Tensor]:
+    def moments(self) -> list[Tensor]:
+        """The optimizer's moments, as far as they exist by now."""
+        return moments_of(self.optimizer)
+
+    def refresh(self) -> None:
+        """Called by every rank after the tensors have changed. Here they are what the forward
+        reads: there are no copies to bring up to date."""
+
+    def buffers(self) -> list[Tensor]:
+        """The float buffers that training moves."""
         if self.model is None:
             return []
         return [

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet_scale.averaged import Averaged
 from hdet_scale.config import HDETConfig
 from hdet_scale.controller import Steering
 from hdet_scale.converge import Converge, Outcome, Pending, distinct
@@ -119,8 +120,8 @@ def check_loss(loss: object) -> Tensor | float | None:
 class Round:
     """The cycle for a set of factors; it is told at each step what the schedule says.
 
-    `tensors()` and `moments()` list what is averaged, at the time they are called: an optimizer
-    creates its moments late and a user may add param groups.
+    `averaged` lists what is averaged, at the time it is called: an optimizer creates its moments
+    late and a user may add param groups. It is told when the tensors have changed.
     """
 
     def __init__(
@@ -130,8 +131,7 @@ class Round:
         replicas: Replicas,
         config: HDETConfig,
         steering: Steering,
-        tensors: Callable[[], list[Tensor]],
-        moments: Callable[[], list[Tensor]],
+        averaged: Averaged,
         average_moments: bool,
         step: int = 0,
     ) -> None:
@@ -143,7 +143,7 @@ class Round:
         self.index, self.steps = divmod(step, config.interval)
         self.meter = LossMeter()
         self.listeners: list[Callable[[RoundRecord], None]] = []
-        self._tensors, self._moments = tensors, moments
+        self.averaged = averaged
         self._converge: Converge | None = None
         self._saved: dict[str, Any] = {}
         self._pending: Pending | None = None
@@ -204,6 +204,7 @@ class Round:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
+            self.averaged.refresh()
 
     def _connect(self) -> None:
         """Replicas declared before init_process_group are found at the first step."""
@@ -273,13 +274,14 @@ class Round:
             outcome = converge.average(included)
             self._report(included, losses)
             if not self.average_moments:
-                Converge(self._moments(), self.replicas).average(included)
+                Converge(self.averaged.moments(), self.replicas).average(included)
         elif self.config.converge.overlap and not blocking:
             self._pending = converge.start(included, fragment)
             self._fold_in = self.config.converge.overlap_steps
-            outcome = Outcome(tuple(included), 0.0, 0)
+            return losses, Outcome(tuple(included), 0.0, 0)
         else:
             outcome = converge.average(included, fragment)
+        self.averaged.refresh()
         return losses, outcome
 
     def _next(self) -> None:
@@ -290,7 +292,7 @@ class Round:
 
     def _prepared(self) -> Converge:
         """The converge over today's tensors; the plan is kept while they stay the same."""
-        tensors = self._tensors() + (self._moments() if self.average_moments else [])
+        tensors = self.averaged() + (self.averaged.moments() if self.average_moments else [])
         if self._converge is None or not _same(self._converge.tensors, tensors):
             policy = self.config.converge
             self._converge = Converge(

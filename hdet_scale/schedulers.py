@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_scale import ddp
-from hdet_scale.averaged import Averaged, moments_drift, moments_of
+from hdet_scale.averaged import Averaged, moments_drift
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.factors import Factor, LearningRate, learning_rates
@@ -108,6 +108,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
     gradients: "shared" or "local"; see hdet_scale.ddp for the DDP side of it.
     seed: of the assignments.
     converge: how parameters are averaged.
+    averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         gradients: str = "shared",
         seed: int = 0,
         converge: ConvergePolicy | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         config = HDETConfig(
             spread=ensemble_lr_spread_ratio,
@@ -159,7 +161,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         steps = _total_steps(total_steps, epochs, steps_per_epoch)
         _check_takeover(config, steps, div_factor, final_div_factor)
         where = _place(replicas, rank, world_size)
-        _check_tensors(optimizer, where)
+        _check_tensors(optimizer, where, averaged)
         super().__init__(
             optimizer,
             max_lr,
@@ -188,7 +190,12 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         )
         self._begin(
             _make_round(
-                optimizer, learning_rates(optimizer), where, config, descent, model, self.last_epoch
+                averaged or _averaged(optimizer, model, config),
+                learning_rates(optimizer),
+                where,
+                config,
+                descent,
+                self.last_epoch,
             ),
             model,
         )
@@ -258,6 +265,7 @@ class AutoLR(Exploring, LRScheduler):
         model: nn.Module | None = None,
         replicas: Replicas | None = None,
         factors: Sequence[LearningRate] | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
         self.scheduler = _check_inner(scheduler)
@@ -269,13 +277,21 @@ class AutoLR(Exploring, LRScheduler):
                 "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
             )
         where = _place(replicas, 0, 1)
-        _check_tensors(self.optimizer, where)
+        _check_tensors(self.optimizer, where, averaged)
         chosen = learning_rates(self.optimizer) if factors is None else list(factors)
         descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
         self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
         self._remember(chosen)
         self._begin(
-            _make_round(self.optimizer, chosen, where, config, descent, model, self._steps), model
+            _make_round(
+                averaged or _averaged(self.optimizer, model, config),
+                chosen,
+                where,
+                config,
+                descent,
+                self._steps,
+            ),
+            model,
         )
 
     def step(self, loss: Tensor | float | None = None) -> None:
@@ -386,37 +402,40 @@ def _place(replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
     return world
 
 
-def _check_tensors(optimizer: Optimizer, where: Replicas) -> None:
-    """Refuse parameters that are slices, unless the replicas say so."""
+def _check_tensors(optimizer: Optimizer, where: Replicas, averaged: Averaged | None) -> None:
+    """Refuse parameters that are slices, unless the replicas or the engine say so."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
             "DeepSpeed use hdet_scale.deepspeed.initialize)"
         )
-    if where.shard_size == 1 and where.group in (None, Replicas.world().group):
+    if averaged is None and where.shard_size == 1 and where.group in (None, Replicas.world().group):
         ddp.refuse_sharded(p for g in optimizer.param_groups for p in g["params"])
 
 
+def _averaged(optimizer: Optimizer, model: nn.Module | None, config: HDETConfig) -> Averaged:
+    return Averaged(optimizer, model if config.converge.buffers else None)
+
+
 def _make_round(
-    optimizer: Optimizer,
+    averaged: Averaged,
     factors: Sequence[Factor],
     where: Replicas,
     config: HDETConfig,
     descent: Descent,
-    model: nn.Module | None,
     step: int,
 ) -> Round:
     # With spread 0 there is nothing to compare: the schedule stays the user's.
     steers = config.rule != "none" and config.spread > 0
     rule = functools.partial(PaperRule, config.loss_scale, config.momentum, config.step_size)
     moments = config.converge.moments
+    drift = moments_drift(averaged.optimizer, config.gradients)
     return Round(
         factors=factors,
         replicas=where,
         config=config,
         steering=Steering([f.name for f in factors], rule if steers else None, descent),
-        tensors=Averaged(optimizer, model if config.converge.buffers else None),
-        moments=functools.partial(moments_of, optimizer),
-        average_moments=moments_drift(optimizer, config.gradients) if moments is None else moments,
+        averaged=averaged,
+        average_moments=drift if moments is None else moments,
         step=step,
     )
