@@ -282,11 +282,3 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         self.monitor.write_events(
             [(f"Train/HDET/{name}", value, self.global_samples) for name, value in rows.items()]
         )
-
-    def destroy(self) -> None:
-        """DeepSpeed's, and the groups that it keeps for the whole process are given back."""
-        super().destroy()
-        from deepspeed.utils import groups
-
-        if groups.mpu is self.mpu:
-            groups.mpu = None
