@@ -66,9 +66,10 @@ def moments_drift(optimizer: Optimizer, gradients: str) -> bool:
     """True when replicas' moments come apart within a round.
 
     With local gradients always. With shared ones when a weight decay is added to the gradient:
-    the decay term is the replica's own.
+    the decay term is the replica's own. DeepSpeed's Adams say "adam_w_mode" once for all groups.
     """
+    decoupled = bool(getattr(optimizer, "adam_w_mode", False))
     return gradients == "local" or any(
-        g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", False)
+        g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", decoupled)
         for g in optimizer.param_groups
     )

@@ -126,6 +126,13 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """The batch of all replicas, by changing the accumulation."""
+        ranks = self.replicas.size * self.replicas.shard_size
+        if train_batch_size % (self.train_micro_batch_size_per_gpu() * ranks):
+            raise ValueError(
+                f"a batch of {train_batch_size} cannot be made of micro-batches of "
+                f"{self.train_micro_batch_size_per_gpu()} on {ranks} ranks: give a multiple of "
+                f"{self.train_micro_batch_size_per_gpu() * ranks}"
+            )
         super().set_train_batch_size(train_batch_size // self.replicas.size)
         self._config.train_batch_size = train_batch_size
 
@@ -176,8 +183,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         """As DeepSpeed's, on every rank; no two replicas write the same file."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir, tag)
-        self.round.complete()
-        apart = checkpoint.apart(self.round, half=self.fp16_enabled())
+        apart = self._apart()
         if self.global_rank == 0:
             self._layout(apart).write(folder)
         state = client_state or {}
@@ -190,6 +196,18 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         else:
             self._save(save_dir, tag, state, save_latest, exclude_frozen_parameters, None)
         return True
+
+    def _apart(self) -> bool:
+        """Whether a replica needs a place of its own; an averaging under way is folded in."""
+        self.round.complete()
+        return checkpoint.apart(self.round, half=self.fp16_enabled())
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's, of the converged model."""
+        if not self._apart():
+            return bool(super().save_16bit_model(*args, **kwargs))
+        with checkpoint.converged(self.partitions, self.replicas):
+            return bool(super().save_16bit_model(*args, **kwargs))
 
     def _save(
         self,

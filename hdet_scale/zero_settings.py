@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -219,10 +218,22 @@ def _load(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     if not isinstance(config, str | Path):
         raise TypeError(f"config must be a dict or the path of a JSON file, got {config!r}")
-    values = json.loads(Path(config).read_text(encoding="utf-8"))
+    import hjson  # DeepSpeed's own: a config may have comments
+
+    text = Path(config).read_text(encoding="utf-8")
+    values = hjson.loads(text, object_pairs_hook=_distinct)
     if not isinstance(values, dict):
         raise TypeError(f"{config} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the config has the keys {twice} twice in one block: keep one of each")
+    return found
 
 
 def _automatic(world: int, stage: int) -> int:

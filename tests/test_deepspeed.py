@@ -55,10 +55,15 @@ def test_replicas_part_and_agree_and_equal_ddp(
     four: Fleet, stage: int, shards: int, dtype: str, gradients: str
 ) -> None:
     found = run(four, runs.a_round, stage, dtype, shards, gradients)
-    middles = [middle for middle, *_ in found]
+    middles = [output for (output, _), *_ in found]
+    moments = [moments for (_, moments), *_ in found]
     replicas = 4 // shards
     assert len(set(middles)) == replicas, "replicas are apart within a round, shards are not"
     assert len(set(middles[:shards])) == 1
+    for rank in range(shards, 4):
+        pairs = zip(moments[rank], moments[rank % shards], strict=True)
+        equal = all(torch.equal(a, b) for a, b in pairs)
+        assert equal is (gradients == "shared"), "one gradient for all replicas, or each its own"
     for _, outputs, distance, (base, wanted), whole in found:
         assert outputs == found[0][1], "the forward agrees on all ranks after a converge"
         assert distance <= 1e-5, "30 steps equal DDP + HDET"
@@ -187,6 +192,7 @@ def test_batches_come_out_as_written(four: Fleet) -> None:
         assert each["start"] == (32, 4, 2)
         assert each["changed"] == (48, 4, 3)
         assert each["small"] == (24, 2, 3)
+        assert "give a multiple of 8" in each["said"]
         assert each["auto"] == {(0, 4): 1, (2, 4): 2, (3, 9): 3, (2, 1): 1}
     assert sorted(x for each in found for x in each["seen"]) == list(range(32))
 
@@ -322,7 +328,7 @@ def test_configs_run_at_a_small_size(four: Fleet, name: str) -> None:
         assert kind == ("DeepSpeedCPUAdam" if "offload" in name else "AdamW")
 
 
-def test_the_launcher_trains_saves_and_resumes(tmp_path: Path) -> None:
+def test_the_launcher_trains_and_saves(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
     config = json.loads((CONFIGS / "ds_hdet.json").read_text())

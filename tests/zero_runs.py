@@ -184,11 +184,12 @@ def warm_up(rank: int, size: int) -> str:
 
 
 def a_round(rank: int, size: int, stage: int, dtype: str, shards: int, gradients: str) -> Any:
-    """Outputs in the middle of a round, after a converge, and the distance from the reference."""
+    """Output and moments in the middle of a round, outputs after converges, the distance from
+    the reference."""
     prepare(rank, size)
     run = Run(settings(stage, dtype, shards, gradients=gradients))
     run.train(0, T - 1)
-    middle = run.output()
+    middle = run.output(), [m.clone() for m in run.engine.partitions.moments()]
     run.train(T - 1, T)
     outputs = [run.output()]
     distance, rates = 0.0, (0.0, 0.0)
@@ -288,13 +289,12 @@ def save_and_go_on(
 
 
 def killed(rank: int, size: int) -> None:
-    """Killed in the middle of a step."""
+    """Killed between a backward and its step."""
     prepare(rank, size)
     run = Run(settings(2))
     run.train(0, 2)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    run.train(2, 4)
+    run.engine.backward(loss_of(run.engine, batch(2, 0, rank), torch.float32))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resume(rank: int, size: int, home: str, jobs: list[tuple[Any, ...]]) -> list[list[Tensor]]:
@@ -409,13 +409,14 @@ def refused_models(rank: int, size: int) -> dict[str, str]:
             return network()
 
     config = settings(3)
+    alone = network()
     said = {
         "pipeline": _said(lambda: Run(config, model=PipelineModule([nn.Linear(8, 1)], 1))),
         "unit": _said(lambda: Run(config, mpu=Unit())),
         "zero.Init": _said(lambda: Run(config, model=made(None))),
         "plain initialize": _said(
             lambda: deepspeed.initialize(
-                model=network(), model_parameters=network().parameters(), config=config
+                model=alone, model_parameters=alone.parameters(), config=config
             )
         ),
         "no model": _said(lambda: initialize(config=config)),
@@ -535,16 +536,26 @@ def batches(rank: int, size: int) -> dict[str, Any]:
         model=model, model_parameters=model.parameters(), config=config, training_data=data
     )
     seen = sorted(int(v) for v in loader.data_sampler)
-    start = engine.get_batch_info()
+
+    def numbers() -> tuple[int, int, int]:
+        return (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        )
+
+    start = numbers()
     engine.set_train_batch_size(MICRO * 4 * 3)
-    changed = engine.get_batch_info()
+    changed = numbers()
     engine.set_train_micro_batch_size(2)
-    small = engine.get_batch_info()
+    small = numbers()
+    said = _said(lambda: engine.set_train_batch_size(9))
     auto = {
         (stage, world): Settings.read(settings(stage, shards="auto")).shards(world)
         for stage, world in ((0, 4), (2, 4), (3, 9), (2, 1))
     }
-    return {"seen": seen, "start": start, "changed": changed, "small": small, "auto": auto}
+    found = {"start": start, "changed": changed, "small": small}
+    return {**found, "seen": seen, "auto": auto, "said": said}
 
 
 def monitored(rank: int, size: int, home: str) -> None:
