@@ -76,21 +76,22 @@ class Layout:
             )
 
 
-def apart(cycle: Round, *, half: bool) -> bool:
+def apart(cycle: Round, *, own: bool) -> bool:
     """True when one replica's state would be wrong for another: in the middle of a round; or for
-    good where the moments, the buffers, the loss scale of fp16 or what a wire remembers are each
-    replica's own."""
+    good where the moments or what a wire remembers are each replica's own.
+
+    own: the engine keeps something else for each replica, such as the loss scale of fp16.
+    """
     config, policy = cycle.config, cycle.config.converge
     if cycle.replicas.size == 1 or not config.diverges:
         return False
     drift = moments_drift(cycle.averaged.optimizer, config.gradients)
     return (
-        not cycle.replicas_agree
+        own
+        or not cycle.replicas_agree
         or (drift and not cycle.average_moments)
-        or (half and config.gradients == "local")
         or policy.wire == "int8"
         or policy.outer is not None
-        or not policy.buffers
     )
 
 

@@ -200,7 +200,12 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
     def _apart(self) -> bool:
         """Whether a replica needs a place of its own; an averaging under way is folded in."""
         self.round.complete()
-        return checkpoint.apart(self.round, half=self.fp16_enabled())
+        config = self.round.config
+        scale = self.fp16_enabled() and config.gradients == "local"
+        buffers = not config.converge.buffers and any(
+            b.is_floating_point() for b in self.module.buffers()
+        )
+        return checkpoint.apart(self.round, own=scale or buffers)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, of the converged model."""

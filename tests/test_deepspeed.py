@@ -32,7 +32,17 @@ STAGES = [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Fleet]:
+def compiled() -> Iterator[None]:
+    """DeepSpeed compiles ops when they are first used: with this environment's ninja, and into
+    the checkout, so that two environments never build over each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def four(compiled: None) -> Iterator[Fleet]:
     """Four workers of this file's own: DeepSpeed stays out of the other tests' processes."""
     fleet = Fleet(4)
     fleet.run(runs.warm_up, seconds=800)
@@ -183,6 +193,17 @@ def test_keys_in_params_and_block_must_not_contradict() -> None:
         merged({"spread": 0.1}, {"spread": 0.2})
 
 
+def test_a_config_may_have_comments_and_no_key_twice(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"hdet": {"spread": 0.25} /* wide */}')
+    assert Settings.read(path).hdet.spread == 0.25
+    path.write_text('{"hdet": {"spread": 0.25, "spread": 0.5}}')
+    with pytest.raises(ValueError, match=r"\['spread'\] twice"):
+        Settings.read(path)
+    with pytest.raises(ValueError, match='no "hdet" block'):
+        Settings.read({"train_batch_size": 8})
+
+
 # -- batches ------------------------------------------------------------------------------------
 
 
@@ -328,7 +349,7 @@ def test_configs_run_at_a_small_size(four: Fleet, name: str) -> None:
         assert kind == ("DeepSpeedCPUAdam" if "offload" in name else "AdamW")
 
 
-def test_the_launcher_trains_and_saves(tmp_path: Path) -> None:
+def test_the_launcher_trains_and_saves(compiled: None, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
     config = json.loads((CONFIGS / "ds_hdet.json").read_text())
@@ -341,7 +362,6 @@ def test_the_launcher_trains_and_saves(tmp_path: Path) -> None:
     command += ["--deepspeed_config", str(tmp_path / "ds.json"), "--text", str(text)]
     command += ["--context", "16", "--save", str(tmp_path / "saved")]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"')]

@@ -88,8 +88,9 @@ class Run:
         rank = dist.get_rank()
         self.rank = rank
         self.model = arguments.pop("model", None) or network(seed=rank)  # made equal by the engine
+        arguments.setdefault("model_parameters", self.model.parameters())
         self.engine, self.optimizer, _, self.scheduler = initialize(
-            model=self.model, model_parameters=self.model.parameters(), config=config, **arguments
+            model=self.model, config=config, **arguments
         )
         self.dtype = next(
             (t for name, t in DTYPES.items() if config.get(name, {}).get("enabled")), torch.float32
@@ -327,16 +328,21 @@ def files(rank: int, size: int, home: str, stage: int, at: int) -> tuple[list[st
     engine.save = noting
     before = run.bits()
     run.engine.save_checkpoint(home)
+    if stage < 3:
+        run.engine.save_16bit_model(home)
     assert all(torch.equal(a, b) for a, b in zip(before, run.bits(), strict=True))
     run.scheduler.finalize()
     same = True
+    if stage < 3:
+        whole = torch.load(Path(home, "pytorch_model.bin"), weights_only=True)
+        same = all(torch.equal(whole[n], p) for n, p in run.model.named_parameters())
     if stage > 0:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         saved = get_fp32_state_dict_from_zero_checkpoint(home)
         names = [n for n, _ in run.model.named_parameters()]
         wanted = dict(zip(names, run.parameters(), strict=True))
-        same = all(torch.equal(saved[n], wanted[n]) for n in names)
+        same = same and all(torch.equal(saved[n], wanted[n]) for n in names)
     return written, same
 
 
@@ -501,16 +507,12 @@ def schedules(rank: int, size: int) -> dict[str, Any]:
             {"params": [p for n, p in model.named_parameters() if "bias" not in n]},
             {"params": [p for n, p in model.named_parameters() if "bias" in n], "lr": MAX_LR / 4},
         ]
-        from hdet_scale.deepspeed import initialize
-
-        engine, *_ = initialize(model=model, model_parameters=groups, config=config, **arguments)
-        run = Run.__new__(Run)
-        run.engine, run.dtype, run.rank = engine, torch.float32, rank
+        run = Run(config, model=model, model_parameters=groups, **arguments)
         seen = []
         for step in range(4):
-            seen.append(engine.get_lr())
+            seen.append(run.engine.get_lr())
             run.train(step, step + 1)
-        found[name] = (type(engine.lr_scheduler).__name__, seen)
+        found[name] = (type(run.scheduler).__name__, seen)
 
     warm = {"warmup_min_lr": 0.004, "warmup_max_lr": MAX_LR, "warmup_num_steps": 2}
     rates("auto warmup", {"type": "HDETAutoLR", "params": {**warm, "total_num_steps": 6}})
