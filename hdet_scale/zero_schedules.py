@@ -10,6 +10,7 @@ it with its own optimizer. Where the replicas are and what is averaged is known 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.schedulers import AutoLR, Exploring, OneCycleAutoLR
@@ -181,6 +182,13 @@ def _one_cycle(params: dict[str, Any]) -> dict[str, Any]:
     """
     found = _take_warmup(params)
     given = dict(params)
+    valid = [n for n in inspect.signature(OneCycleLR).parameters if n != "optimizer"]
+    unknown = sorted(set(given) - set(valid))
+    if unknown:
+        raise ValueError(
+            f"unknown params {unknown} of HDETOneCycle: it takes {valid}, {list(WARMUP)}, and "
+            'HDET\'s own keys, best in the "hdet" block'
+        )
     if found.max_lr is not None:
         _once(given, "max_lr", found.max_lr, "warmup_max_lr")
     if found.total is not None:

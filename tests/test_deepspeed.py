@@ -231,6 +231,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"params": {"max_lr": 1.0, "spread": 0.1}}}, "write it once"),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, 'use "HDETAutoLR"'),
     ({"scheduler": {"type": "HDETAutoLR", "params": {"T_max": 3}}}, "unknown params ['T_max']"),
+    ({"scheduler": {"params": {"max_rl": 1.0}}}, "unknown params ['max_rl'] of HDETOneCycle"),
     ({"train_batch_size": 30}, "change one of them"),
     ({"hybrid_engine": {"enabled": True}}, "train with the plain engine"),
 ]
