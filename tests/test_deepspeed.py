@@ -273,10 +273,11 @@ def test_a_missing_deepspeed_names_the_extra(tmp_path: Path) -> None:
 
 # -- checkpoints --------------------------------------------------------------------------------
 
+ONE, AUTO = "HDETOneCycle", "HDETAutoLR"
 JOBS = [
-    *((stage, "fp32", "shared", at) for stage in STAGES for at in (runs.T, runs.T + 2)),
-    *((stage, "bf16", "local", runs.T + 2) for stage in STAGES),
-    *((stage, "fp16", "local", runs.T) for stage in STAGES),
+    *((stage, "fp32", "shared", ONE, at) for stage in STAGES for at in (runs.T, runs.T + 2)),
+    *((stage, "bf16", "local", AUTO, runs.T + 2) for stage in STAGES),
+    *((stage, "fp16", "local", ONE, runs.T) for stage in STAGES),
 ]
 
 

@@ -45,6 +45,17 @@ def settings(stage: int, dtype: str = "fp32", shards: int = 2, **hdet: Any) -> d
     return values
 
 
+COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": STEPS}}
+
+
+def job_settings(stage: int, dtype: str, gradients: str, schedule: str) -> dict[str, Any]:
+    """With HDETOneCycle, or HDETAutoLR around a cosine."""
+    values = settings(stage, dtype, gradients=gradients)
+    if schedule == "HDETAutoLR":
+        values["scheduler"] = {"type": schedule, "params": {"scheduler": COSINE}}
+    return values
+
+
 def prepare(rank: int, size: int) -> None:
     """What a launcher would have set; fp16 on any CPU, which torch computes and DeepSpeed asks
     oneDNN for."""
@@ -130,7 +141,10 @@ class Run:
     def bits(self) -> list[Tensor]:
         """Everything that a resumed run must have again."""
         own = self.engine.partitions
-        return [t.detach().clone() for t in own.masters() + own.moments()] + self.parameters()
+        rates = [*self.scheduler.get_last_lr(), *self.scheduler.get_base_lr()]
+        tensors = own.masters() + own.moments()
+        told = torch.tensor(rates, dtype=torch.float64)
+        return [*(t.detach().clone() for t in tensors), *self.parameters(), told]
 
 
 def reference(rank: int, shards: int, gradients: str) -> tuple[list[Tensor], list[float]]:
@@ -280,10 +294,10 @@ def save_and_go_on(
     """For each job: train, save at `at`, train to the end; what the end looks like."""
     prepare(rank, size)
     ends = []
-    for stage, dtype, gradients, at in jobs:
-        run = Run(settings(stage, dtype, gradients=gradients))
+    for number, (stage, dtype, gradients, schedule, at) in enumerate(jobs):
+        run = Run(job_settings(stage, dtype, gradients, schedule))
         run.train(0, at)
-        run.engine.save_checkpoint(str(Path(home, f"{stage}{dtype}{gradients}{at}")))
+        run.engine.save_checkpoint(str(Path(home, str(number))))
         run.train(at, 2 * T + 3)
         ends.append(run.bits())
     return ends
@@ -302,9 +316,9 @@ def resume(rank: int, size: int, home: str, jobs: list[tuple[Any, ...]]) -> list
     """The same ends from the checkpoints, in new processes."""
     prepare(rank, size)
     ends = []
-    for stage, dtype, gradients, at in jobs:
-        run = Run(settings(stage, dtype, gradients=gradients))
-        path, _ = run.engine.load_checkpoint(str(Path(home, f"{stage}{dtype}{gradients}{at}")))
+    for number, (stage, dtype, gradients, schedule, at) in enumerate(jobs):
+        run = Run(job_settings(stage, dtype, gradients, schedule))
+        path, _ = run.engine.load_checkpoint(str(Path(home, str(number))))
         assert path is not None
         assert run.counters() == (at, at // T, at % T, at)
         run.train(at, 2 * T + 3)
