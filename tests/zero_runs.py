@@ -344,6 +344,7 @@ def files(rank: int, size: int, home: str, stage: int, at: int) -> tuple[list[st
     run.engine.save_checkpoint(home)
     if stage < 3:
         run.engine.save_16bit_model(home)
+        dist.barrier()  # rank 0 writes, and DeepSpeed does not make the others wait
     assert all(torch.equal(a, b) for a, b in zip(before, run.bits(), strict=True))
     run.scheduler.finalize()
     same = True
