@@ -93,6 +93,17 @@ def test_stage_1_with_fp32_accumulation(four: Fleet) -> None:
     assert len({end for _, _, end in found}) == 1
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stage_0_with_a_fused_optimizer(four: Fleet, dtype: str) -> None:
+    found = run(four, runs.flat, dtype)
+    assert {kind for kind, *_ in found} == {"FP16_Optimizer"}
+    assert len({output for _, (output, _), *_ in found}) == 2
+    for _, (_, moments), end, skipped in found:
+        assert all(torch.equal(a, b) for a, b in zip(moments, found[0][1][1], strict=True))
+        assert end == found[0][2]
+        assert skipped == 1, "a norm that is not finite, on all replicas alike"
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_cpu_offload_equals_the_run_without(four: Fleet, stage: int) -> None:
     found = run(four, runs.offloaded, stage, True)
@@ -317,6 +328,17 @@ def test_wrong_layouts_at_load(four: Fleet, tmp_path: Path) -> None:
 
 def test_after_a_converge_the_number_of_replicas_may_change(four: Fleet, tmp_path: Path) -> None:
     assert run(four, runs.more_replicas, str(tmp_path)) == [True] * 4
+
+
+def test_one_rank_is_one_replica(compiled: None) -> None:
+    fleet = Fleet(1)
+    try:
+        [(moved, whole, at_boundary)] = run(fleet, runs.alone)
+    finally:
+        fleet.stop()
+    assert moved > 0
+    assert whole == 32
+    assert at_boundary
 
 
 # -- the monitor --------------------------------------------------------------------------------

@@ -288,6 +288,23 @@ def accumulated_wide(rank: int, size: int) -> Any:
     return type(run.optimizer).__name__, middle, run.output()
 
 
+def flat(rank: int, size: int, dtype: str) -> Any:
+    """Stage 0 with a fused optimizer, whose masters DeepSpeed lays flat. torch's AdamW stands in
+    for FusedAdam, which would have to be compiled."""
+    prepare(rank, size)
+    from deepspeed.runtime import engine
+
+    kept, engine.FusedAdam = engine.FusedAdam, torch.optim.AdamW
+    try:
+        run = Run(settings(0, dtype))
+    finally:
+        engine.FusedAdam = kept
+    run.train(0, T - 1, bad={2: 1})
+    middle = run.output(), [m.clone() for m in run.engine.partitions.moments()]
+    run.train(T - 1, T)
+    return type(run.optimizer).__name__, middle, run.output(), run.engine.skipped_steps
+
+
 def save_and_go_on(
     rank: int, size: int, home: str, jobs: list[tuple[Any, ...]]
 ) -> list[list[Tensor]]:
@@ -573,6 +590,15 @@ def batches(rank: int, size: int) -> dict[str, Any]:
     }
     found = {"start": start, "changed": changed, "small": small}
     return {**found, "seen": seen, "auto": auto, "said": said}
+
+
+def alone(rank: int, size: int) -> tuple[float, int, bool]:
+    """One rank: one replica, for trying a script out."""
+    prepare(rank, size)
+    run = Run(settings(2, shards=1))
+    before = run.output()
+    run.train(0, T)
+    return abs(run.output() - before), run.engine.train_batch_size(), run.scheduler.at_boundary
 
 
 def monitored(rank: int, size: int, home: str) -> None:
