@@ -42,10 +42,12 @@ class Averaged:
         """True when replicas' moments come apart within a round.
 
         With local gradients always. With shared ones when a weight decay is added to the
-        gradient: the decay term is the replica's own.
+        gradient: the decay term is the replica's own. DeepSpeed's Adams say "adam_w_mode" once for
+        all groups.
         """
+        decoupled = bool(getattr(self.optimizer, "adam_w_mode", False))
         return gradients == "local" or any(
-            g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", False)
+            g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", decoupled)
             for g in self.optimizer.param_groups
         )
 
