@@ -129,7 +129,7 @@ def overlapped(
     replicas = Replicas.world()
     tensors = [torch.randn(s, device=device) for s in shapes]
     blocking = Converge(tensors, replicas)
-    background = Converge(tensors, replicas, own_group=True)
+    background = Converge(tensors, replicas, background=True)
     everyone = [True] * replicas.size
     step = 3 * max(_timed(lambda: _ignore(blocking())) for _ in range(2))
     added: dict[str, list[float]] = {"blocking": [], "overlap": []}

@@ -30,9 +30,13 @@ class Averaged:
             if b.is_floating_point() and not b.is_meta and not bool(b.isfinite().all())
         }
 
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer steps: a parameter, or its fp32 master."""
+        return [self._master(p) for p in trained(self.optimizer)]
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
-        return [self._master(p) for p in trained(self.optimizer)] + self.buffers()
+        return self.parameters() + self.buffers()
 
     def moments(self) -> list[Tensor]:
         """The optimizer's state of the shape of its parameter."""
@@ -86,7 +90,7 @@ def moments_of(optimizer: Optimizer) -> list[Tensor]:
         value
         for p in trained(optimizer)
         for name, value in sorted(optimizer.state.get(p, {}).items())
-        if name != "master"
+        if name not in ("master", "step")
         and isinstance(value, Tensor)
         and value.shape == p.shape
         and value.is_floating_point()

@@ -11,6 +11,7 @@ makes the same one; `fingerprint` is what ranks compare. Meta tensors can be pla
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,23 @@ def plan(
         f"runs of memory {[s.numel() for s in spans]}"
     )
     return Plan(tuple(spans), tuple(buckets), tuple(_describe(t) for t in given), settings)
+
+
+def join(first: Plan, second: Plan) -> Plan:
+    """The buckets of both, those of the second behind those of the first."""
+    moved = [
+        dataclasses.replace(
+            b,
+            pieces=tuple(dataclasses.replace(p, span=p.span + len(first.spans)) for p in b.pieces),
+        )
+        for b in second.buckets
+    ]
+    return Plan(
+        first.spans + second.spans,
+        (*first.buckets, *moved),
+        first.layout + second.layout,
+        f"{first.settings}; {second.settings}",
+    )
 
 
 def _pack(

@@ -24,6 +24,10 @@ from typing import Any
 
 logger = logging.getLogger("hdet_scale")
 
+SMALLEST_SCALE = 1e-3
+"""Of a schedule that is followed: the rule's steps are in proportion to the base, so that a base of
+zero would never be left again."""
+
 
 class PaperRule:
     """The rule above for one factor; its only memory is the velocity v."""
@@ -185,6 +189,8 @@ class Steering:
         self.taken_over = True
 
     def _set(self, i: int, fresh: float, unit: float) -> None:
+        if self.held is None:
+            fresh = max(fresh, SMALLEST_SCALE)
         if fresh * unit < self.floors[i]:
             logger.info(
                 "%s: the rule asked for %.3g, below the floor of the schedule: held at %.3g",

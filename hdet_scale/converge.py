@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdet_scale.buckets import DIRECT_BYTES, Bucket, Plan, plan
+from hdet_scale.buckets import DIRECT_BYTES, Bucket, Plan, join, plan
 from hdet_scale.topology import Replicas
 from hdet_scale.wires import AllReduce, Bf16, Exact, Flight, Int8, Memory, Shelf, Wire
 
@@ -85,10 +85,12 @@ class Converge:
     wire: "fp32"; "bf16" halves the bytes and rounds every value to bf16; "int8" sends the
         difference from the last converged point, with error feedback, and keeps two more fp32
         copies. Each gives the same bits on every rank. See hdet_scale.wires.
+    plain: tensors that take the mean itself whatever the wire and the outer step: moments and
+        buffers, which an extrapolation or a quantised difference could make negative.
     fragments: P parts of the buckets that can be averaged one at a time.
     outer: an outer optimizer step instead of the plain mean.
-    own_group: use a process group of its own, so that a converge may run beside the collectives
-        of the training step.
+    background: the averaging will be started with `start`; the replicas must then have a process
+        group that the training step does not use (`with_own_group`).
     """
 
     def __init__(
@@ -100,14 +102,16 @@ class Converge:
         wire: str = "fp32",
         fragments: int = 1,
         outer: OuterStep | None = None,
-        own_group: bool = False,
+        background: bool = False,
+        plain: Iterable[Tensor] = (),
     ) -> None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
             raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
         if wire not in WIRES:
             raise ValueError(f"wire must be one of {list(WIRES)}, got {wire!r}")
         self.tensors = distinct(tensors)
-        self.replicas = _with_own_group(replicas) if own_group else replicas
+        self.plain = distinct(plain)
+        self.replicas = replicas
         self.outer = outer
         self.fragments = fragments
         self._shelf = Shelf()
@@ -115,7 +119,9 @@ class Converge:
         self._wire = {"fp32": self._wide, "bf16": Bf16(self.replicas), "int8": Int8(self.replicas)}[
             wire
         ]
-        self.plan = self._plan(bucket_bytes, overlapped=own_group)
+        planned = self._plan(self.tensors, bucket_bytes, overlapped=background)
+        self._remembering = len(planned.buckets)
+        self.plan = join(planned, self._plan(self.plain, bucket_bytes, overlapped=background))
         self._fragment_of = _fragment_of(self.plan.buckets, fragments)
         self._points: dict[int, Tensor] = {}
         self._residuals: dict[int, Tensor] = {}
@@ -123,16 +129,16 @@ class Converge:
         self._checked = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def _plan(self, bucket_bytes: int, *, overlapped: bool) -> Plan:
+    def _plan(self, tensors: list[Tensor], bucket_bytes: int, *, overlapped: bool) -> Plan:
         cap, direct = bucket_bytes, DIRECT_BYTES
         if isinstance(self._wide, Exact):
             cap = max(1, cap // 2)  # it receives as much as it stages: two halves make one bucket
         if self.fragments > 1:
             # Several buckets for each fragment, so that fragments come out equal.
-            cap = max(1, min(cap, sum(t.nbytes for t in self.tensors) // (4 * self.fragments)))
+            cap = max(1, min(cap, sum(t.nbytes for t in tensors) // (4 * self.fragments)))
         whole = isinstance(self._wire, AllReduce) and self.fragments == 1 and not overlapped
         return plan(
-            self.tensors,
+            tensors,
             bucket_bytes=cap,
             direct_bytes=direct if whole else None,
             itemsize=4,
@@ -141,7 +147,8 @@ class Converge:
     @property
     def device(self) -> torch.device:
         """Where the small exchange of a round takes place."""
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
+        known = self.tensors or self.plain
+        return known[0].device if known else torch.device("cpu")
 
     @torch.no_grad()
     def __call__(self, *, healthy: bool = True) -> Outcome:
@@ -168,8 +175,8 @@ class Converge:
         begin = time.perf_counter()
         chosen = self._check(included, fragment)
         with self._side_stream():
-            self._fly((b, self._flight(i, b, included)) for i, b in chosen)
-        sent = sum(self._sent_bytes(b) for _, b in chosen)
+            self._fly((i, b, self._flight(i, b, included)) for i, b in chosen)
+        sent = self._sent_bytes(chosen)
         return Outcome(tuple(included), time.perf_counter() - begin, sent)
 
     @torch.no_grad()
@@ -179,7 +186,7 @@ class Converge:
             theta <- theta_now + (mean - theta_at_start)
 
         A replica that is left out takes the mean as it is. Memory: one copy of what is averaged
-        beside the staging. The converge needs `own_group=True`.
+        beside the staging. The converge needs `background=True`.
         """
         return Pending(self, self._check(included, fragment), included)
 
@@ -200,11 +207,12 @@ class Converge:
 
     # -- the pipeline ---------------------------------------------------------------------------
 
-    def _fly(self, flights: Iterable[tuple[Bucket, Flight]]) -> None:
+    def _fly(self, flights: Iterable[tuple[int, Bucket, Flight]]) -> None:
         """One behind the other: the next is started before the oldest has landed."""
         airborne: deque[tuple[bool, Flight]] = deque()
-        for bucket, flight in flights:
-            staged = not isinstance(self._wire_of(bucket), AllReduce) or not _lies_flat(bucket)
+        for index, bucket, flight in flights:
+            direct = isinstance(self._wire_of(index, bucket), AllReduce)
+            staged = not (direct and _lies_flat(bucket))
             while len(airborne) >= IN_FLIGHT or (staged and sum(s for s, _ in airborne) >= 2):
                 _land(airborne.popleft()[1])
             next(flight)
@@ -226,28 +234,30 @@ class Converge:
     def _mean(self, index: int, bucket: Bucket, flat: Tensor, included: Sequence[bool]) -> Flight:
         """The mean of a flat bucket in place, with the outer step and what is remembered."""
         point = self._points.get(index)
-        wire = self._wire_of(bucket) if point is not None or self._forgetful else self._wide
+        wire = self._wire_of(index, bucket)
+        if isinstance(wire, Int8) and point is None:
+            wire = self._wide  # the first mean sets the point
         memory = None
         if isinstance(wire, Int8) and point is not None:
             residual = self._residuals.setdefault(index, torch.zeros_like(point))
             memory = Memory(point, residual)
         yield from wire.flight(flat, included, memory)
+        if index >= self._remembering:
+            return
         if self.outer is not None and point is not None:
             momentum = self._momenta.setdefault(index, torch.zeros_like(point))
             outer_step(flat, point, momentum, self.outer)
-        if self.outer is not None or isinstance(self._wire_of(bucket), Int8):
+        if self.outer is not None or isinstance(self._wire_of(index, bucket), Int8):
             self._points[index] = flat.clone() if point is None else point.copy_(flat)
 
-    @property
-    def _forgetful(self) -> bool:
-        """True when the wire needs no last converged point: else the first mean is in fp32."""
-        return not isinstance(self._wire, Int8)
+    def _wire_of(self, index: int, bucket: Bucket) -> Wire:
+        whole = isinstance(self._wire, Int8) and index >= self._remembering
+        return self._wide if whole or bucket.dtype == torch.float64 else self._wire
 
-    def _wire_of(self, bucket: Bucket) -> Wire:
-        return self._wide if bucket.dtype == torch.float64 else self._wire
-
-    def _sent_bytes(self, bucket: Bucket) -> int:
-        return self._wire_of(bucket).sent_bytes(bucket.numel, _staging(bucket)[1].itemsize)
+    def _sent_bytes(self, chosen: Iterable[tuple[int, Bucket]]) -> int:
+        return sum(
+            self._wire_of(i, b).sent_bytes(b.numel, _staging(b)[1].itemsize) for i, b in chosen
+        )
 
     def _memory(self, fragment: int | None) -> list[Tensor]:
         if fragment is None:
@@ -294,17 +304,26 @@ class Converge:
         self._checked = True
 
     @contextlib.contextmanager
-    def _side_stream(self) -> Iterator[None]:
-        """On CUDA: a stream of its own, ordered by events, no device-wide synchronisation."""
+    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """On CUDA: inside, work goes to a stream of its own."""
         if self.device.type != "cuda":
-            yield
+            yield None
             return
         stream = self._streams.setdefault(self.device, torch.cuda.Stream(self.device))
-        current = torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
         with torch.cuda.stream(stream):
+            yield stream
+
+    @contextlib.contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """The same, after what is queued now and before what is queued next: by events, with no
+        device-wide synchronisation."""
+        current = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        with self._own_stream() as stream:
+            if stream is not None and current is not None:
+                stream.wait_stream(current)
             yield
-        current.wait_stream(stream)
+        if stream is not None and current is not None:
+            current.wait_stream(stream)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -317,6 +336,10 @@ class Converge:
             "momenta": dict(self._momenta),
             "residuals": dict(self._residuals),
         }
+
+    def forget_residuals(self) -> None:
+        """Start the int8 wire's error feedback anew: what a checkpoint for all replicas does."""
+        self._residuals.clear()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue another run's converges, with the same tensors and caps."""
@@ -356,11 +379,12 @@ class Pending:
 
     def _work(self) -> None:
         try:
-            with torch.no_grad(), self.converge._side_stream():
+            # A thread starts on the default stream, where training may run: only the side stream.
+            with torch.no_grad(), self.converge._own_stream():
                 if self._ready is not None:
                     self._ready.wait(torch.cuda.current_stream(self._device))
                 self.converge._fly(
-                    (b, self._flight(i, b, copy))
+                    (i, b, self._flight(i, b, copy))
                     for (i, b), copy in zip(self.chosen, self._copies, strict=True)
                 )
                 if self._ready is not None:
@@ -379,6 +403,10 @@ class Pending:
             start.copy_(mean)
         shelf.give_back(mean)
 
+    def discard(self) -> None:
+        """Wait for the averaging and forget it: another state has been loaded."""
+        self._thread.join()
+
     @torch.no_grad()
     def finish(self) -> Outcome:
         """Wait for the averaging and fold it into the tensors."""
@@ -393,7 +421,7 @@ class Pending:
             for view, part in zip(views, correction.split([v.numel() for v in views]), strict=True):
                 view.add_(part) if mine else view.copy_(part)
             self.converge._shelf.give_back(correction)
-        sent = sum(self.converge._sent_bytes(b) for _, b in self.chosen)
+        sent = self.converge._sent_bytes(self.chosen)
         return Outcome(self.included, time.perf_counter() - self._begin, sent)
 
 
@@ -443,7 +471,8 @@ def _wide_wire(replicas: Replicas, device: torch.device) -> Wire:
     return Exact(replicas)
 
 
-def _with_own_group(replicas: Replicas) -> Replicas:
+def with_own_group(replicas: Replicas) -> Replicas:
+    """The same replicas behind a process group of their own; collective over the group."""
     if replicas.size == 1:
         return replicas
     ranks = dist.get_process_group_ranks(replicas.connected())

@@ -56,7 +56,7 @@ def attach(
     scheduler: LRScheduler,
     *,
     mesh: DeviceMesh | None = None,
-    gradients: str = "shared",
+    gradients: str | None = None,
     replica: str = "replica",
     shard: str = "shard",
     config: HDETConfig | None = None,
@@ -64,14 +64,16 @@ def attach(
     """Let the replicas of a fully_shard-ed model explore; returns a handle that detaches.
 
     mesh: replicas x shards; found from the model's DTensors when it is not given.
+    gradients: "shared" or "local"; what the scheduler says when it is not given.
     scheduler: OneCycleAutoLR or AutoLR; any other torch scheduler is wrapped in an AutoLR with
         `config`, and `handle.scheduler` is the one to step.
     """
     modules = _sharded_modules(model)
     replicas = _replicas(model, mesh, replica, shard)
+    mode = gradients or _mode(scheduler, config)
+    hook = _gradient_hook(model, replicas, mode)
     exploring = _exploring(scheduler, config, replicas)
-    hook = _gradient_hook(model, replicas, gradients)
-    exploring.rehome(replicas, model, gradients)
+    exploring.rehome(replicas, model, mode)
     if hook is not None:
         for module in modules:
             module.set_all_reduce_hook(hook)
@@ -121,9 +123,12 @@ class Attached:
         """Make the replicas agree; at the end of a run, on every rank."""
         self.scheduler.finalize()
 
-    def checkpoint(self) -> Checkpoint:
-        """Model, optimizer and scheduler as one Stateful for torch.distributed.checkpoint."""
-        return Checkpoint(self)
+    def checkpoint(self, *, agree: bool = True) -> Checkpoint:
+        """Model, optimizer and scheduler as one Stateful for torch.distributed.checkpoint.
+
+        agree=False for a load into replicas that have gone bad: laying it out must not average.
+        """
+        return Checkpoint(self, agree=agree)
 
     def detach(self) -> None:
         """Take every hook back; the model stays sharded as it is."""
@@ -169,10 +174,9 @@ def traffic(scheduler: Exploring, replicas: Replicas) -> Traffic:
 
 @dataclass
 class Kept:
-    """What the int8 wire or an outer step remember, by bucket of this rank's shards: one value
-    to the checkpoint, of use in the same layout alone."""
+    """A dict that is one value to the checkpoint, whatever is in it."""
 
-    buckets: dict[str, Any]
+    values: dict[str, Any]
 
 
 class Checkpoint:
@@ -184,18 +188,22 @@ class Checkpoint:
     called, on every rank, to lay out a load: there the replicas of a fresh run agree already.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, agree: bool = True) -> None:
         self.attached = attached
+        self.agree = agree
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: every rank calls it, as dcp.save and dcp.async_save do."""
         attached = self.attached
-        attached.scheduler.agree_for_checkpoint()
+        if self.agree:
+            attached.scheduler.agree_for_checkpoint()
         model, optimizer = get_state_dict(attached.model, attached.optimizer)
         state = attached.scheduler.state_dict()
         kept = state["hdet"].pop("converge")
-        whole = {"model": model, "optimizer": optimizer, "scheduler": state}
+        # One value to the checkpoint: a run with another rule, or with none, can read it.
+        whole = {"model": model, "optimizer": optimizer, "scheduler": Kept(state)}
         if attached.scheduler.converge_remembers:
+            # By bucket of this rank's shards: such a checkpoint loads in the same layout alone.
             whole[self._layout] = Kept(kept)
         return whole
 
@@ -208,8 +216,8 @@ class Checkpoint:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        scheduler = dict(state["scheduler"])
-        kept = state[self._layout].buckets if self._layout in state else {}
+        scheduler = dict(state["scheduler"].values)
+        kept = state[self._layout].values if self._layout in state else {}
         scheduler["hdet"] = {**scheduler["hdet"], "converge": kept}
         attached.scheduler.load_state_dict(scheduler)
 
@@ -244,7 +252,15 @@ def _replicas(model: nn.Module, mesh: DeviceMesh | None, replica: str, shard: st
             f"the mesh given has one dimension, {mesh.mesh_dim_names}: there are no replicas in "
             f"it. {advise_mesh(dist.get_world_size(), mesh.device_type)}"
         )
-    return Replicas.from_mesh(mesh, replica, shard)
+    replicas = Replicas.from_mesh(mesh, replica, shard)
+    replicas.check_shards(model.parameters())
+    return replicas
+
+
+def _mode(scheduler: LRScheduler, config: HDETConfig | None) -> str:
+    if isinstance(scheduler, Exploring):
+        return scheduler.gradients
+    return (config or HDETConfig()).gradients
 
 
 def _exploring(scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas) -> Exploring:
@@ -276,8 +292,8 @@ def _gradient_hook(
     group, n = replicas.connected(), replicas.size
 
     def average(gradient: Tensor) -> None:
+        gradient.div_(n)  # before the sum, which could overflow in fp16
         dist.all_reduce(gradient, group=group)
-        gradient.div_(n)
 
     return average
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hdet_scale.averaged import Averaged
 from hdet_scale.config import HDETConfig
 from hdet_scale.controller import Steering
-from hdet_scale.converge import Converge, Outcome, Pending, distinct
+from hdet_scale.converge import Converge, Outcome, Pending, distinct, with_own_group
 from hdet_scale.factors import Factor
 from hdet_scale.spread import assignment, multipliers
 from hdet_scale.topology import Replicas, is_distributed
@@ -150,6 +150,10 @@ class Round:
             for i in range(policy.fragments)
         }
         self._renewed = False
+        self._agreed = True
+        self._losses: list[list[float]] = []
+        self._spent = Outcome((), 0.0, 0)
+        self._apart: Replicas | None = None
         self._warned_without_loss = False
         self._assign()
 
@@ -161,7 +165,8 @@ class Round:
 
     def rehome(self, replicas: Replicas, model: nn.Module | None, gradients: str | None) -> None:
         """Another set of replicas, between two rounds."""
-        if self.steps:
+        place = (self.replicas.rank, self.replicas.size, self.replicas.shard_size)
+        if self.steps and place != (replicas.rank, replicas.size, replicas.shard_size):
             raise ValueError(
                 f"the replicas can change only at a converge, and this round is {self.steps} steps "
                 "old: call finalize() first"
@@ -170,7 +175,7 @@ class Round:
             self.config = dataclasses.replace(self.config, gradients=gradients)
         if model is not None and self.config.converge.buffers:
             self.averaged = Averaged(self.averaged.optimizer, model)
-        self.replicas, self._converge = replicas, None
+        self.replicas, self._converge, self._apart = replicas, None, None
         self._assign()
 
     # -- fan-out --------------------------------------------------------------------------------
@@ -203,6 +208,7 @@ class Round:
         if loss is not None and self.config.diverges:
             self.meter.add(loss)
         self.steps += 1
+        self._agreed = False
         self._fold_when_due()
         ends = self.steps >= self.config.interval
         if not ends and self.config.diverges and self.steps in self._due:
@@ -220,8 +226,16 @@ class Round:
         """Fold in an averaging that is under way; local, waits for it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.finish()
+            self._spend(pending.finish())
             self.averaged.refresh()
+
+    def _spend(self, outcome: Outcome) -> None:
+        """What the averagings of this round have cost so far."""
+        self._spent = Outcome(
+            outcome.included,
+            self._spent.seconds + outcome.seconds,
+            self._spent.wire_bytes + outcome.wire_bytes,
+        )
 
     def _connect(self) -> None:
         """Replicas declared before init_process_group are found at the first step."""
@@ -256,36 +270,46 @@ class Round:
         self._next()
 
     def finalize(self, *, moments: bool = False) -> None:
-        """Make the replicas agree now, whatever is left of the round; collective.
+        """Make the replicas agree now, in the middle of a round too; collective.
 
-        Does nothing where they already agree, so that plain training stays plain. `moments`:
-        the optimizer's too, though the policy leaves them to each replica.
+        The round goes on: its steps, losses and multipliers stay, and it ends and is steered when
+        it would have. Does nothing where replicas already agree, so that plain training stays
+        plain. `moments`: the optimizer's too, though the policy leaves them to each replica.
         """
         self._connect()
         self.complete()
         if self.replicas.size == 1:
             return
-        if moments and not self.average_moments:
-            apart = Converge(self.averaged.moments(), self.replicas)
+        own = self.averaged.moments() if moments and not self.average_moments else []
+        if own:
+            apart = Converge(own, self.replicas)
             if not apart.replicas_agree():
                 apart()
-        if self.replicas_agree:
+        if self.config.diverges and self._agreed:
             return
         if self.config.diverges or not self._prepared().replicas_agree():
             self._converge_now(blocking=True)
-            self._next()
+        if moments:
+            self._share_losses()
+
+    def _share_losses(self) -> None:
+        """Every replica's losses of the round so far, into the state that all ranks save."""
+        mine = [self.meter.total(), float(self.meter.count)]
+        self._losses = self.replicas.exchange(mine, self._prepared().device)
+        self._take_losses()
+        if self._converge is not None:
+            self._converge.forget_residuals()
+
+    def _take_losses(self) -> None:
+        if len(self._losses) == self.replicas.size:
+            total, count = self._losses[self.replicas.rank]
+            self.meter.load_state_dict({"sum": total, "count": count})
 
     @property
     def replicas_agree(self) -> bool:
-        """True where the method leaves the replicas equal: right after a blocking converge of
-        everything."""
-        policy = self.config.converge
-        return (
-            self.config.diverges
-            and self.steps == 0
-            and not policy.overlap
-            and policy.fragments == 1
-        )
+        """True where replicas are equal: after a blocking converge of everything, before the next
+        step."""
+        return self.config.diverges and self._agreed
 
     def _converge_now(
         self, fragment: int | None = None, *, blocking: bool = False
@@ -293,8 +317,11 @@ class Round:
         self.complete()
         converge = self._prepared()
         losses, included, alike, renew = self._hear(converge, fragment)
-        converge = self._agreed(converge, alike, renew)
+        converge = self._in_step(converge, alike, renew)
         self._renewed = False
+        self._agreed = blocking or (
+            not self.config.converge.overlap and self.config.converge.fragments == 1
+        )
         if not all(included):
             # The others need the bad replica no longer, and it needs all of them.
             outcome = converge.average(included)
@@ -304,15 +331,18 @@ class Round:
         elif self.config.converge.overlap and not blocking:
             self._pending = converge.start(included, fragment)
             self._fold_in = self.config.converge.overlap_steps
-            return losses, Outcome(tuple(included), 0.0, 0)
+            outcome = Outcome(tuple(included), 0.0, 0)
         else:
             outcome = converge.average(included, fragment)
-        self.averaged.refresh()
-        return losses, outcome
+        if self._pending is None:
+            self.averaged.refresh()
+        self._spend(outcome)
+        return losses, self._spent
 
     def _next(self) -> None:
         self.index += 1
         self.steps = 0
+        self._spent = Outcome((), 0.0, 0)
         self.meter.reset()
         self._assign()
 
@@ -323,28 +353,37 @@ class Round:
 
     def _prepared(self) -> Converge:
         """The converge over today's tensors; the plan is kept while they stay the same."""
-        tensors = self.tensors()
-        if self._converge is None or not _same(self._converge.tensors, tensors):
-            self._converge = self._over(tensors)
+        moments = self.averaged.moments() if self.average_moments else []
+        parameters, plain = self.averaged.parameters(), self.averaged.buffers() + moments
+        known = self._converge
+        if known is None or not (_same(known.tensors, parameters) and _same(known.plain, plain)):
+            self._converge = self._over(parameters, plain)
             self._renewed = True
-        return self._converge
+            return self._converge
+        return known
 
-    def _over(self, tensors: Sequence[Tensor]) -> Converge:
+    def _over(self, parameters: Sequence[Tensor], plain: Sequence[Tensor]) -> Converge:
+        """A converge that goes on where the one before it, or a loaded state, has stopped."""
         policy = self.config.converge
+        if policy.overlap and self._apart is None:
+            # Once, at the first converge, where every rank is: new_group is collective.
+            self._apart = with_own_group(self.replicas)
         converge = Converge(
-            tensors,
-            self.replicas,
+            parameters,
+            self._apart or self.replicas,
             policy.bucket_bytes,
             wire=policy.wire,
             fragments=policy.fragments,
             outer=policy.outer,
-            own_group=policy.overlap,
+            background=policy.overlap,
+            plain=plain,
         )
-        converge.load_state_dict(self._saved)
+        before = {} if self._converge is None else self._converge.state_dict()
+        converge.load_state_dict({**before, **self._saved})
         self._saved = {}
         return converge
 
-    def _agreed(self, converge: Converge, alike: bool, renew: bool) -> Converge:
+    def _in_step(self, converge: Converge, alike: bool, renew: bool) -> Converge:
         """The converge that every replica makes now.
 
         A replica that skipped its steps (an overflow, no batch) has no moments yet while the
@@ -353,12 +392,10 @@ class Round:
         """
         if self.average_moments and not alike:
             logger.warning("replicas hold different moments: they are not averaged in this round")
-            self._converge = None
-            return Converge(self.averaged.tensors(), self.replicas)
-        if renew and not self._renewed:
-            self._converge = self._over(converge.tensors)
-            return self._converge
-        return converge
+            self._converge = self._over(self.averaged.parameters(), self.averaged.buffers())
+        elif renew and not self._renewed:
+            self._converge = self._over(converge.tensors, converge.plain)
+        return self._converge or converge
 
     def _hear(
         self, converge: Converge, fragment: int | None
@@ -434,6 +471,8 @@ class Round:
             "round": self.index,
             "steps": self.steps,
             "replicas": self.replicas.size,
+            "agreed": self._agreed or not self.config.diverges,
+            "losses": self._losses if self._agreed else [],
             "factors": [f.name for f in self.factors],
             "steering": self.steering.state_dict(),
             "converge": self._remembered("points", "momenta"),
@@ -465,7 +504,13 @@ class Round:
         """Continue where the state was taken; the multipliers are this replica's own."""
         self.check_state(state)
         self.index, self.steps = int(state["round"]), int(state["steps"])
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = None
+        self._agreed = bool(state["agreed"])
+        self._losses = [list(row) for row in state["losses"]]
         self.meter.reset()
+        self._take_losses()
         self.steering.load_state_dict(state["steering"])
         self._remember(state["converge"])
         self._assign()
@@ -483,7 +528,7 @@ class Round:
                 "param groups and factors"
             )
         # One replica agrees with itself at every step.
-        if state["replicas"] not in (1, self.replicas.size) and state["steps"] != 0:
+        if state["replicas"] not in (1, self.replicas.size) and not state["agreed"]:
             raise ValueError(
                 f"the state was saved by {state['replicas']} replicas, {state['steps']} steps into "
                 f"a round, and there are {self.replicas.size} now: the number of replicas can "

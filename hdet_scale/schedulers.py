@@ -91,8 +91,10 @@ class Exploring:
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove]
-        if cycle.config.gradients == "local" and isinstance(model, DistributedDataParallel):
-            self._undo.append(ddp.keep_gradients_local(model))
+        wrapped = model.modules() if model is not None else ()
+        for module in wrapped:
+            if cycle.config.gradients == "local" and isinstance(module, DistributedDataParallel):
+                self._undo.append(ddp.keep_gradients_local(module))
 
     @property
     def interval(self) -> int:
@@ -352,6 +354,11 @@ class AutoLR(Exploring, LRScheduler):
             self._write()
 
     @property
+    def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
+        """The inner scheduler's."""
+        return self.scheduler.base_lrs
+
+    @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """Steps done, as the inner scheduler counts them."""
         return int(self.scheduler.last_epoch)
@@ -448,6 +455,7 @@ def _place(
     if replicas is not None:
         if not isinstance(replicas, Replicas):
             raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
+        replicas.check_shards(params)
         return replicas
     if averaged is None:
         ddp.refuse_sharded(params)

@@ -133,6 +133,25 @@ class Replicas:
             + advise_mesh(world, mesh.device_type)
         )
 
+    def check_shards(self, params: Iterable[torch.Tensor]) -> None:
+        """Refuse DTensors whose slices lie on other ranks than those of this replica: the converge
+        would average slices of different places."""
+        lying: list[Any] = [p for p in params if hasattr(p, "device_mesh")]
+        mine = [dist.get_rank()] if is_distributed() else [0]
+        if self.shard_group is not None:
+            mine = dist.get_process_group_ranks(self.shard_group)
+        for mesh, placements in {p.device_mesh: p.placements for p in lying}.items():
+            ranks = {dist.get_rank()}
+            for dim, placement in enumerate(placements):
+                if not placement.is_replicate() and mesh.size(dim) > 1:
+                    ranks |= set(dist.get_process_group_ranks(mesh.get_group(dim)))
+            if sorted(ranks) != sorted(mine):
+                raise ValueError(
+                    f"a replica is made of ranks {sorted(mine)}, and the parameters are sharded "
+                    f"over ranks {sorted(ranks)}: shard over the replica's ranks, mesh['shard'] of "
+                    "the mesh given (hdet_scale.fsdp.attach), or pass the replicas of your mesh"
+                )
+
     @classmethod
     def _from_groups(cls, group: Group, shard_group: Group) -> Replicas:
         sharded = shard_group.size() > 1

@@ -43,8 +43,8 @@ class Partitions(Averaged):
         super().__init__(optimizer, model)
         self.wrapper = wrapper
 
-    def tensors(self) -> list[Tensor]:
-        return self.masters() + self.buffers()
+    def parameters(self) -> list[Tensor]:
+        return self.masters()
 
     def masters(self) -> list[Tensor]:
         """The fp32 parameters that the optimizer steps."""

@@ -123,7 +123,7 @@ def _overlapped(rank: int, size: int, bad: int | None) -> tuple[list[Tensor], li
     tensors = tensors_of(rank)
     if rank == bad:
         tensors[0][0, 0] = float("inf")
-    converge = Converge(tensors, Replicas.world(), CAP, own_group=True)
+    converge = Converge(tensors, Replicas.world(), CAP, background=True)
     included = [r != bad for r in range(size)]
     pending = converge.start(included)
     moves = tensors_of(rank, 1)
