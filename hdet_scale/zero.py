@@ -171,6 +171,7 @@ class Stage3(Partitions):
         "fp16_groups",
         "averaged_gradients",
         "persistent_parameters",
+        "dp_process_group",
         "offload_optimizer",
         "inf_or_nan_tracker",
         "get_param_id",
@@ -181,7 +182,25 @@ class Stage3(Partitions):
     needs_offloaded = ("norm_for_param_grads", "grad_position")
 
     def masters(self) -> list[Tensor]:
+        self._clear_padding()
         return list(self.wrapper.fp32_partitioned_groups_flat)
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        """A parameter that does not divide among the ranks is padded, and DeepSpeed leaves that
+        memory as it finds it: a NaN there would pass for a replica gone bad."""
+        z = self.wrapper
+        rank = dist.get_rank(z.dp_process_group)
+        for params, flat in zip(z.fp16_groups, z.fp32_partitioned_groups_flat, strict=True):
+            state = self.optimizer.state.get(flat, {}).values()
+            own = [flat, *(v for v in state if isinstance(v, Tensor) and v.shape == flat.shape)]
+            start = 0
+            for p in params:
+                length = p.partition_numel()
+                real = min(max(p.ds_numel - rank * length, 0), length)
+                for t in own:
+                    t.narrow(0, start + real, length - real).zero_()
+                start += length
 
     def gradients(self) -> list[Tensor]:
         if self.wrapper.offload_optimizer:

@@ -142,6 +142,14 @@ def test_other_converges_resume_bit_for_bit(
     assert len({output for _, output in found}) == 1
 
 
+def test_what_pads_a_partition_does_not_count(four: Fleet) -> None:
+    """Uninitialised padding of stage 3 once made all replicas look bad, now and then."""
+    found = run(four, runs.padded, 3)
+    assert [poisoned for *_, poisoned in found] == [False, True, False, True]
+    assert {counters for _, counters, _ in found} == {(6, 1, 0, 6)}
+    assert len({output for output, *_ in found}) == 1
+
+
 # -- overflow -----------------------------------------------------------------------------------
 
 

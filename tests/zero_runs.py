@@ -592,6 +592,25 @@ def batches(rank: int, size: int) -> dict[str, Any]:
     return {**found, "seen": seen, "auto": auto, "said": said}
 
 
+def padded(rank: int, size: int, stage: int) -> tuple[float, tuple[int, ...], bool]:
+    """NaN in every element that pads a partition, as uninitialised memory may hold it."""
+    prepare(rank, size)
+    run = Run(settings(stage, gradients="local"))
+    z, shard = run.optimizer, run.engine.replicas.shard_rank
+    poisoned = 0
+    for params, flat in zip(z.fp16_groups, z.fp32_partitioned_groups_flat, strict=True):
+        start = 0
+        for p in params:
+            length = p.partition_numel()
+            pad = length - min(max(p.ds_numel - shard * length, 0), length)
+            with torch.no_grad():
+                flat[start + length - pad : start + length] = float("nan")
+            poisoned += pad
+            start += length
+    run.train(0, T)
+    return run.output(), run.counters(), poisoned > 0
+
+
 def alone(rank: int, size: int) -> tuple[float, int, bool]:
     """One rank: one replica, for trying a script out."""
     prepare(rank, size)
