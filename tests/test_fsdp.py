@@ -343,3 +343,24 @@ def test_seven_billion_parameters_on_64_ranks_are_planned_on_a_laptop() -> None:
     assert int(kept) == 4 * int(elements)
     assert int(sent) == 4 * int(elements) * 2 * 7 // 8
     assert float(seconds) < 5
+
+
+def _misplaced(rank: int, size: int, name: str) -> str:
+    model = build_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        if name == "world":
+            OneCycleAutoLR(optimizer, 0.1, total_steps=10, replicas=Replicas.world())
+        else:
+            mesh = fsdp.build_mesh(shards=2, device="cpu")
+            fsdp.attach(model, optimizer, CosineAnnealingLR(optimizer, 10), mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ["world", "mesh"])
+def test_slices_of_other_places_are_never_averaged(fleets: Any, name: str) -> None:
+    for message in fleets(4).run(_misplaced, name):
+        assert "sharded over ranks [0, 1, 2, 3]" in message

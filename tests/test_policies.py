@@ -149,3 +149,71 @@ def test_a_replica_gone_bad_takes_the_others_parameters_and_moments(fleets: Any,
         for a, b in zip(tensors, results[0][0], strict=True):
             assert bool(a.isfinite().all())
             assert torch.equal(a, b)
+
+
+def _falling(rank: int, size: int, policy: dict[str, Any]) -> tuple[float, float]:
+    """Local AdamW whose second moments fall fast within a round: gradients keep shrinking."""
+    p = torch.nn.Parameter(torch.ones(300))
+    optimizer = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.9))
+    scheduler = OneCycleAutoLR(
+        optimizer,
+        1e-3,
+        total_steps=100,
+        ensemble_lr_spread_ratio=0.1,
+        model_sync_interval=30,
+        gradients="local",
+        cycle_momentum=False,
+        converge=ConvergePolicy(**policy),
+    )
+    for step in range(90):
+        g = torch.Generator().manual_seed(1000 * step + rank)
+        p.grad = torch.randn(300, generator=g) * 10.0 ** (-step / 15)
+        optimizer.step()
+        scheduler.step(1.0)
+    return float(optimizer.state[p]["exp_avg_sq"].min()), float(p.detach().abs().max())
+
+
+@pytest.mark.parametrize(
+    "policy", [{"outer": OuterStep()}, {"wire": "int8"}], ids=["outer", "int8"]
+)
+def test_second_moments_take_the_plain_mean(fleets: Any, policy: dict[str, Any]) -> None:
+    """Extrapolated or quantised as a difference they would fall below zero."""
+    for smallest, largest in fleets(2).run(_falling, policy):
+        assert smallest >= 0
+        assert largest < 10
+
+
+def _saving(rank: int, size: int, every: int) -> list[int]:
+    """Steps at which a round ended, with replicas made to agree every few steps."""
+    run = Run({})
+    ended: list[int] = []
+    run.scheduler.on_round(lambda record: ended.append(record.step))
+    for step in range(STEPS):
+        run.train(rank, step, step + 1)
+        if (step + 1) % every == 0:
+            run.scheduler.agree_for_checkpoint()
+    return ended
+
+
+def test_a_checkpoint_more_often_than_a_round_does_not_stop_the_rounds(fleets: Any) -> None:
+    assert fleets(2).run(_saving, 4) == [[6, 12, 18]] * 2
+
+
+def _rolled_back(rank: int, size: int) -> bool:
+    """A state loaded while an averaging is in the air: it is dropped, not folded in."""
+    run = Run({"overlap": True, "overlap_steps": 3})
+    run.train(rank, 0, T - 1)
+    saved = copy.deepcopy((run.scheduler.state_dict(), run.model.state_dict()))
+    run.train(rank, T - 1, T)
+    run.scheduler.load_state_dict(saved[0])
+    run.model.load_state_dict(saved[1])
+    run.scheduler.state_dict()
+    return all(torch.equal(a, b) for a, b in zip(run.parameters(), _params(saved[1]), strict=True))
+
+
+def _params(state: dict[str, Tensor]) -> list[Tensor]:
+    return [v for k, v in state.items() if k.endswith(("weight", "bias"))]
+
+
+def test_a_loaded_state_drops_an_averaging_under_way(fleets: Any) -> None:
+    assert fleets(2).run(_rolled_back) == [True, True]
