@@ -212,7 +212,7 @@ def _take_up(rank: int, size: int, file: bytes) -> tuple[Any, Any, Any]:
     run = Run(rank)
     run.load(file)
     rates = run.scheduler.get_last_lr()[0], run.scheduler.get_base_lr()[0]
-    run.train(T)
+    run.train(T - run.scheduler.state_dict()["hdet"]["steps"])  # what is left of the round
     return rates, bits(parameters(run.model)), run.scheduler.state_dict()["hdet"]
 
 
