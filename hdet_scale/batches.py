@@ -41,18 +41,6 @@ def shard_offset(param: torch.Tensor) -> int:
     return sum(start * size for start, size in zip(starts, inner, strict=True))
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their storage without gaps, in whatever order (channels_last)."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 @dataclass(slots=True)
 class Batch:
     """The tensors of one group that have a gradient, and their state: built once, since building

@@ -173,7 +173,7 @@ def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
         raise TypeError(
             f"only dense floating-point tensors can be averaged, got {_describe(tensor)}"
         )
-    if not _dense(tensor):
+    if not is_dense(tensor):
         raise ValueError(
             f"a tensor with gaps or overlaps in memory cannot be averaged in place, got "
             f"{_describe(tensor)}: pass tensor.contiguous(), or the tensor it is a view of"
@@ -186,7 +186,10 @@ def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
     return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset()), flat
 
 
-def _dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in whatever order (channels-last)."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

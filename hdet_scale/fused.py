@@ -23,12 +23,12 @@ from hdet_scale.batches import (
     Group,
     check_one_device,
     fit,
-    is_dense,
     local_shard,
     matching,
     shard_offset,
     unfit_grads,
 )
+from hdet_scale.buckets import is_dense
 from hdet_scale.factors import check_multiplier
 from hdet_scale.kernels import scalars
 from hdet_scale.kernels.launch import check_device, constant, device_block_size
