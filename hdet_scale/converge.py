@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_scale.buckets import DIRECT_BYTES, Bucket, Plan, join, plan
+from hdet_scale.int8 import Memory
+from hdet_scale.staging import Stage
 from hdet_scale.topology import Replicas
-from hdet_scale.wires import AllReduce, Bf16, Exact, Flight, Int8, Memory, Shelf, Wire
+from hdet_scale.wires import AllReduce, Bf16, Exact, Flight, Int8, Shelf, Wire
 
 BUCKET_BYTES = 32 * 2**20
 IN_FLIGHT = 8
@@ -123,6 +125,8 @@ class Converge:
         self._remembering = len(planned.buckets)
         self.plan = join(planned, self._plan(self.plain, bucket_bytes, overlapped=background))
         self._fragment_of = _fragment_of(self.plan.buckets, fragments)
+        self._stages = [Stage(self.plan.views(b)) for b in self.plan.buckets]
+        self._snapshot: dict[int, Tensor] = {}
         self._points: dict[int, Tensor] = {}
         self._residuals: dict[int, Tensor] = {}
         self._momenta: dict[int, Tensor] = {}
@@ -158,22 +162,43 @@ class Converge:
         return self.average([row[0] == 1.0 for row in rows])
 
     @torch.no_grad()
-    def healthy(self, fragment: int | None = None) -> bool:
-        """True when every local element is finite. One read, one host synchronisation."""
+    def healthy(self, fragment: int | None = None, *, snapshot: bool = False) -> bool:
+        """True when every local element is finite. One read, one host synchronisation.
+
+        snapshot: for a `start` that follows before the tensors change: the copy that it needs is
+            made now, and the check rides on it.
+        """
         views = self._memory(fragment)
         if not views:
             return True
-        sums = torch.stack([v.sum(dtype=_summed(v)).to(self.device) for v in views])
-        if bool(sums.isfinite().all()):
+        if snapshot:
+            found = self._take_snapshot(fragment)
+        else:
+            found = [v.sum(dtype=_summed(v)) for v in views]
+        if bool(torch.stack([f.to(self.device) for f in found]).isfinite().all()):
             return True
         # A sum may overflow although its terms are finite: only now look at each element.
         return all(bool(v.isfinite().all()) for v in views)
+
+    def _take_snapshot(self, fragment: int | None) -> list[Tensor]:
+        """Copy what `start` will average; a scalar a bucket that is finite where it is."""
+        self._drop_snapshot()
+        found = []
+        for index, bucket in self._chosen(fragment):
+            self._snapshot[index] = self._shelf.borrow(*_staging(bucket))
+            found.append(self._stages[index].gather_checked(self._snapshot[index]))
+        return found
+
+    def _drop_snapshot(self) -> None:
+        self._shelf.give_back(*self._snapshot.values())
+        self._snapshot = {}
 
     @torch.no_grad()
     def average(self, included: Sequence[bool], fragment: int | None = None) -> Outcome:
         """The mean over the replicas in `included`, the same sequence on every rank."""
         begin = time.perf_counter()
         chosen = self._check(included, fragment)
+        self._drop_snapshot()
         with self._side_stream():
             self._fly((i, b, self._flight(i, b, included)) for i, b in chosen)
         sent = self._sent_bytes(chosen)
@@ -185,8 +210,9 @@ class Converge:
 
             theta <- theta_now + (mean - theta_at_start)
 
-        A replica that is left out takes the mean as it is. Memory: one copy of what is averaged
-        beside the staging. The converge needs `background=True`.
+        theta_at_start is the snapshot that `healthy` has taken, or is copied now. A replica that is
+        left out takes the mean as it is. Memory: one copy of what is averaged beside the staging.
+        The converge needs `background=True`.
         """
         return Pending(self, self._check(included, fragment), included)
 
@@ -222,14 +248,14 @@ class Converge:
 
     def _flight(self, index: int, bucket: Bucket, included: Sequence[bool]) -> Flight:
         """One bucket: gathered (or where it lies), averaged, scattered."""
-        views = self.plan.views(bucket)
-        flat = views[0] if _lies_flat(bucket) else self._shelf.borrow(*_staging(bucket))
-        if not _lies_flat(bucket):
-            gather(views, flat)
+        stage = self._stages[index]
+        if _lies_flat(bucket):
+            yield from self._mean(index, bucket, stage.views[0], included)
+            return
+        flat = stage.gather(self._shelf.borrow(*_staging(bucket)))
         yield from self._mean(index, bucket, flat, included)
-        if not _lies_flat(bucket):
-            scatter(flat, views)
-            self._shelf.give_back(flat)
+        stage.scatter(flat)
+        self._shelf.give_back(flat)
 
     def _mean(self, index: int, bucket: Bucket, flat: Tensor, included: Sequence[bool]) -> Flight:
         """The mean of a flat bucket in place, with the outer step and what is remembered."""
@@ -365,7 +391,8 @@ class Pending:
         self.included = tuple(included)
         self._error: BaseException | None = None
         self._begin = time.perf_counter()
-        self._copies = [self._copy(b) for _, b in chosen]
+        self._copies = [self._start(i, b) for i, b in chosen]
+        converge._drop_snapshot()
         self._device = converge.device
         self._ready = torch.cuda.Event() if self._device.type == "cuda" else None
         if self._ready is not None:
@@ -373,9 +400,12 @@ class Pending:
         self._thread = threading.Thread(target=self._work, name="hdet-converge", daemon=True)
         self._thread.start()
 
-    def _copy(self, bucket: Bucket) -> Tensor:
+    def _start(self, index: int, bucket: Bucket) -> Tensor:
+        taken = self.converge._snapshot.pop(index, None)
+        if taken is not None:
+            return taken
         flat = self.converge._shelf.borrow(*_staging(bucket))
-        return gather(self.converge.plan.views(bucket), flat)
+        return self.converge._stages[index].gather(flat)
 
     def _work(self) -> None:
         try:
@@ -434,19 +464,6 @@ def local(tensor: Tensor) -> Tensor:
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The local memory of each tensor, a tensor listed twice only once."""
     return [local(t) for t in {id(t): t for t in tensors}.values()]
-
-
-def gather(views: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """Copy the views one behind the other into `flat`, cast to its type."""
-    for view, part in zip(views, flat.split([v.numel() for v in views]), strict=True):
-        part.copy_(view)
-    return flat
-
-
-def scatter(flat: Tensor, views: Sequence[Tensor]) -> None:
-    """Copy `flat` back into the views."""
-    for view, part in zip(views, flat.split([v.numel() for v in views]), strict=True):
-        view.copy_(part)
 
 
 def outer_step(flat: Tensor, point: Tensor, momentum: Tensor, outer: OuterStep) -> None:

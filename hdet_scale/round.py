@@ -404,7 +404,8 @@ class Round:
         moments, and whether one has made a new plan: one small exchange."""
         has = float(self.meter.count > 0)
         mean = self.meter.total() / self.meter.count if has else 0.0
-        mine = [mean, has, float(converge.healthy(fragment))]
+        overlap = self.config.converge.overlap
+        mine = [mean, has, float(converge.healthy(fragment, snapshot=overlap))]
         plan = [float(self._renewed), _fingerprint(self.averaged.moments())]
         rows = self.replicas.exchange(mine + plan, converge.device)
         # A shard without a loss reports (0, 0): the mean over the shards that have one.
@@ -512,8 +513,22 @@ class Round:
         self.meter.reset()
         self._take_losses()
         self.steering.load_state_dict(state["steering"])
-        self._remember(state["converge"])
+        self._remember(self._fitting(state))
         self._assign()
+
+    def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the converge kept, unless its buckets were made for another number of replicas."""
+        kept: Mapping[str, Any] = state["converge"]
+        if state["replicas"] == self.replicas.size or not any(kept.values()):
+            return kept
+        logger.warning(
+            "the state is of %d replicas and these are %d: the last converged point and the outer "
+            "momentum are dropped, the next converge is a plain mean in full precision",
+            state["replicas"],
+            self.replicas.size,
+        )
+        self._converge = None
+        return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that cannot be continued, before anything is changed."""

@@ -20,19 +20,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hdet_scale.int8 import CACHED, Codec, Memory, message_bytes
 from hdet_scale.topology import Replicas
-
-CACHED = 65536
-"""Elements of a block whose second read still comes out of the cache."""
-LANES = 256
-"""Int8 scales of a block of CACHED elements: element i belongs to scale i mod LANES. Striped
-rather than in runs, since a maximum over the outer dimension is what every CPU vectorises."""
 
 Flight = Generator[None, None, None]
 
@@ -63,16 +57,6 @@ class Shelf:
     def nbytes(self) -> int:
         """Bytes kept."""
         return sum(b.nbytes for free in self._free.values() for b in free)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What the int8 wire remembers of a bucket, flat and in fp32."""
-
-    point: Tensor
-    """The last converged point, the same on every replica."""
-    residual: Tensor
-    """What this replica's messages have left out so far."""
 
 
 class Wire:
@@ -189,7 +173,7 @@ class Int8(Wire):
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(replicas)
-        self.codec = Int8Codec()
+        self.codec = Codec()
 
     def flight(self, flat: Tensor, included: Sequence[bool], memory: Memory | None) -> Flight:
         if memory is None:
@@ -202,17 +186,15 @@ class Int8(Wire):
         return work(flat, included, memory)
 
     def _pair(self, flat: Tensor, included: Sequence[bool], memory: Memory) -> Flight:
-        size = message_bytes(flat.numel())
-        mine = self.shelf.borrow(size, torch.uint8, flat.device)
-        theirs = self.shelf.borrow(size, torch.uint8, flat.device)
-        self.codec.pack(flat, memory, mine)
-        rows = [mine, theirs] if self.replicas.rank == 0 else [theirs, mine]
-        works = post(self.replicas, sends=[mine, mine], receives=rows)
+        me, size = self.replicas.rank, message_bytes(flat.numel())
+        rows = self.shelf.borrow(2 * size, torch.uint8, flat.device).view(2, size)
+        self.codec.pack(flat, memory, rows[me])
+        works = post(self.replicas, sends=[rows[me]] * 2, receives=list(rows))
         yield
         wait(works)
-        self.codec.unpack_mean(_chosen(rows, included), flat)
+        self.codec.mean(rows, _weights(included), flat)
         flat.add_(memory.point)
-        self.shelf.give_back(mine, theirs)
+        self.shelf.give_back(rows)
 
     def _many(self, flat: Tensor, included: Sequence[bool], memory: Memory) -> Flight:
         n, me = self.replicas.size, self.replicas.rank
@@ -221,90 +203,25 @@ class Int8(Wire):
         sizes = [message_bytes(p.numel()) for p in parts]
         sent = self.shelf.borrow(sum(sizes), torch.uint8, flat.device)
         messages = list(sent.split(sizes))
+        rows = self.shelf.borrow(n * sizes[me], torch.uint8, flat.device).view(n, sizes[me])
+        messages[me] = rows[me]
         for part, point, rest, message in zip(parts, points, left, messages, strict=True):
             self.codec.pack(part, Memory(point, rest), message)
-        received = self.shelf.borrow(n * sizes[me], torch.uint8, flat.device)
-        rows = _rows(received, n, sizes[me])
-        works = post(self.replicas, sends=messages, receives=rows)
+        works = post(self.replicas, sends=messages, receives=list(rows))
         yield
         wait(works)
-        rows[me].copy_(messages[me])
-        self.codec.unpack_mean(_chosen(rows, included), parts[me])
+        self.codec.mean(rows, _weights(included), parts[me])
         down = self.shelf.borrow(flat.numel(), torch.bfloat16, flat.device)
         pieces = list(down.tensor_split(n))
         pieces[me].copy_(parts[me])
         wait(post(self.replicas, sends=[pieces[me]] * n, receives=pieces))
         torch.add(memory.point, down, out=flat)
-        self.shelf.give_back(sent, received, down)
+        self.shelf.give_back(sent, rows, down)
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
         n = self.replicas.size
         message = message_bytes(numel)
         return message if n == 2 else (message + 2 * numel) * (n - 1) // n
-
-
-# -- the int8 message: its bytes, then its scales --------------------------------------------------
-
-
-def message_bytes(numel: int) -> int:
-    """Bytes of a packed run: one an element, and LANES fp32 scales for each block of CACHED.
-
-    The bytes are padded to a multiple of four, so that the scales are aligned.
-    """
-    return 4 * -(-numel // 4) + 4 * LANES * -(-numel // CACHED)
-
-
-def _opened(message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """A message's int8 codes, and its scales with a row for each block."""
-    scales = message[4 * -(-numel // 4) :].view(torch.float32).view(-1, LANES)
-    return message[:numel].view(torch.int8), scales
-
-
-class Int8Codec:
-    """Packs and unpacks block by block, each in the cache, in scratch memory that it keeps."""
-
-    def __init__(self) -> None:
-        self._scratch: dict[torch.device, Tensor] = {}
-
-    def _tables(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two tables of lanes that hold `numel` elements; what is past them is zero."""
-        if device not in self._scratch:
-            self._scratch[device] = torch.zeros(2, CACHED, dtype=torch.float32, device=device)
-        both = self._scratch[device]
-        rows = -(-numel // LANES)
-        if numel % LANES:
-            both[:, numel : rows * LANES].zero_()
-        first, second = both[:, : rows * LANES].view(2, rows, LANES)
-        return first, second
-
-    def pack(self, flat: Tensor, memory: Memory, message: Tensor) -> None:
-        """Quantise flat - point + residual; what is left out becomes the residual."""
-        codes, scales = _opened(message, flat.numel())
-        blocks = _blocks([flat, memory.point, memory.residual, codes])
-        for scale, (x, point, residual, code) in zip(scales, blocks, strict=True):
-            d, q = self._tables(x.numel(), x.device)
-            torch.sub(x, point, out=d.view(-1)[: x.numel()]).add_(residual)
-            torch.amax(torch.abs(d, out=q), 0, out=scale).mul_(1.0 / 127.0)
-            # A lane without any difference: any scale above zero gives exact zeros.
-            scale.masked_fill_(scale == 0, 1.0)
-            torch.div(d, scale, out=q).round_()
-            code.copy_(q.view(-1)[: x.numel()])
-            torch.sub(d, q.mul_(scale), out=d)
-            residual.copy_(d.view(-1)[: x.numel()])
-
-    def unpack_mean(self, messages: Sequence[Tensor], out: Tensor) -> None:
-        """The mean of what the messages say, summed in the order of the replicas."""
-        opened = [_opened(m, out.numel()) for m in messages]
-        blocks = _blocks([out, *(codes for codes, _ in opened)])
-        for i, (block, *codes) in enumerate(blocks):
-            total, table = self._tables(block.numel(), out.device)
-            for j, code in enumerate(codes):
-                into = table if j else total
-                into.view(-1)[: block.numel()].copy_(code)
-                into.mul_(opened[j][1][i])
-                if j:
-                    total.add_(table)
-            torch.mul(total.view(-1)[: block.numel()], 1.0 / len(messages), out=block)
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -335,14 +252,19 @@ def _rows(received: Tensor, n: int, length: int) -> list[Tensor]:
     return [received[i * length : (i + 1) * length] for i in range(n)]
 
 
+def _weights(included: Sequence[bool]) -> list[float]:
+    return [float(wanted) / sum(included) for wanted in included]
+
+
 def _chosen(rows: Sequence[Tensor], included: Sequence[bool]) -> list[Tensor]:
     return [row for row, wanted in zip(rows, included, strict=True) if wanted]
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Equally long flat tensors, cut alike into blocks that fit the cache."""
+    """Equally long flat tensors, on a CPU cut alike into blocks that fit the cache."""
+    length = CACHED if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
     yield from (
-        list(b) for b in zip(*(t.split(CACHED) for t in tensors), strict=True) if b[0].numel()
+        list(b) for b in zip(*(t.split(length) for t in tensors), strict=True) if b[0].numel()
     )
 
 

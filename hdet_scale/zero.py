@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from hdet_scale.averaged import Averaged, trained
 from hdet_scale.buckets import Bucket, Plan, plan
-from hdet_scale.converge import gather, scatter
+from hdet_scale.staging import gather, scatter
 from hdet_scale.topology import Replicas
 
 WORKS_WITH = "deepspeed>=0.19.8,<0.20"

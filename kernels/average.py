@@ -32,6 +32,12 @@ from hdet_scale.kernels.table import chunk_table
 QUANTUM = 256
 """Elements that share one scale of the int8 format."""
 
+FAINT = 1e-30
+"""A scale below this says nothing that a parameter could show, and its inverse may overflow: the
+block is sent as zeros and stays in the error."""
+
+_FAINT = tl.constexpr(FAINT)
+_WHOLE = tl.constexpr(1.5 * 2.0**23)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -171,8 +177,9 @@ def _pack_block(  # type: ignore[no-untyped-def]
         x = tl.load(x_at + i, mask=mask, other=0.0).to(tl.float32)
         y = x + tl.load(e_at + i, mask=mask, other=0.0)
     s = tl.max(tl.abs(y), axis=1) / 127.0
-    inverse = tl.where(s > 0.0, 1.0 / tl.where(s > 0.0, s, 1.0), 0.0)
-    q = tl.floor(y * inverse[:, None] + 0.5)
+    inverse = tl.where(s >= _FAINT, 1.0 / tl.where(s >= _FAINT, s, 1.0), 0.0)
+    # Between -127 and 127 this sum has no bits left for a fraction: to nearest, ties to even.
+    q = (y * inverse[:, None] + _WHOLE) - _WHOLE
     q = tl.minimum(tl.maximum(q, -127.0), 127.0)
     tl.store(e_at + i, y - q * s[:, None], mask=mask)
     tl.store(q_at + i, q.to(tl.int8), mask=mask)
@@ -545,8 +552,8 @@ def pack_reference(
     y[: x.numel()] = x.float() + error
     y = y.view(blocks, QUANTUM)
     s = y.abs().amax(dim=1) / 127.0
-    inverse = torch.where(s > 0, 1.0 / torch.where(s > 0, s, 1.0), 0.0)
-    q = torch.floor(y * inverse[:, None] + 0.5).clamp_(-127, 127)
+    inverse = torch.where(s >= FAINT, 1.0 / s, 0.0)
+    q = (y * inverse[:, None]).round_()
     error.copy_((y - q * s[:, None]).view(-1)[: x.numel()])
     codes.copy_(q.view(-1)[: x.numel()])
     scales.copy_(s)

@@ -9,12 +9,13 @@ so that the torch references beside them can be used; starting one names the ext
 """
 
 import functools
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+
+from hdet_scale.kernels.choice import interpreting
 
 try:
     import triton
@@ -79,11 +80,6 @@ def require_triton() -> None:
             "Triton is not installed, and this path runs Triton kernels. "
             "Install it with `pip install hdet_scale[triton]`, or use backend='torch'."
         ) from missing
-
-
-def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels: on the CPU, for correctness only."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def block_size(warp_size: int = 32) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -109,6 +110,43 @@ def test_a_resumed_run_gives_the_same_bits(fleets: Any, name: str, at: int) -> N
     for same_parameters, same_rates in fleets(2).run(_resumed, POLICIES[name], at):
         assert same_parameters
         assert same_rates
+
+
+def _saved(rank: int, size: int, policy: dict[str, Any]) -> Any:
+    run = Run(policy)
+    run.train(rank, 0, 2 * T)
+    run.scheduler.finalize()
+    assert any(run.scheduler.state_dict()["hdet"]["converge"].values())
+    return copy.deepcopy((run.scheduler.state_dict(), run.model.state_dict()))
+
+
+def _with_others(rank: int, size: int, policy: dict[str, Any], saved: Any) -> tuple[Any, ...]:
+    run = Run(policy)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hdet_scale").addHandler(handler)
+    run.model.load_state_dict(saved[1])
+    run.scheduler.load_state_dict(saved[0])
+    logging.getLogger("hdet_scale").removeHandler(handler)
+    run.train(rank, 2 * T, STEPS)
+    run.scheduler.finalize()
+    return run.parameters(), said
+
+
+@pytest.mark.parametrize("name", ["outer", "int8"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_other_replicas_drop_what_the_converge_remembered(
+    fleets: Any, name: str, before: int, after: int
+) -> None:
+    """Its buckets were made for another number of replicas: said in the log, and no error."""
+    saved = fleets(before).run(_saved, POLICIES[name])[0]
+    results = fleets(after).run(_with_others, POLICIES[name], saved)
+    for parameters, said in results:
+        wanted = f"the state is of {before} replicas and these are {after}"
+        assert [text for text in said if wanted in text], said
+        for a, b in zip(parameters, results[0][0], strict=True):
+            assert torch.equal(a, b)
 
 
 def _in_flight(rank: int, size: int) -> tuple[bool, bool, bool]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet_scale import Replicas
 from hdet_scale.converge import Converge, OuterStep
-from hdet_scale.wires import CACHED, Int8Codec, Memory, message_bytes
+from hdet_scale.int8 import CACHED, Codec, Memory, message_bytes
 from tests.fleet import Fleet
 
 SHAPES: list[tuple[int, ...]] = [(300, 300), (7,), (), (0,), (1000,), (33, 5)]
@@ -98,10 +98,10 @@ def test_an_int8_message_and_its_residual_are_the_whole(numel: int) -> None:
     flat, point, before = torch.randn(3, numel, generator=g)
     residual = before.clone()
     message = torch.empty(message_bytes(numel), dtype=torch.uint8)
-    codec = Int8Codec()
-    codec.pack(flat, Memory(point, residual), message)
+    codec = Codec()
+    codec.pack(flat.clone(), Memory(point, residual), message)
     said = torch.empty(numel)
-    codec.unpack_mean([message], said)
+    codec.mean(message[None], [1.0], said)
     d = (flat - point) + before
     torch.testing.assert_close(said + residual, d, rtol=0, atol=1e-6)
     assert float(residual.abs().max()) <= float(d.abs().max()) / 127 * 0.5001
@@ -111,10 +111,10 @@ def test_an_int8_message_of_no_difference_is_zero() -> None:
     x = torch.randn(1000)
     message = torch.empty(message_bytes(1000), dtype=torch.uint8)
     memory = Memory(x.clone(), torch.zeros(1000))
-    codec = Int8Codec()
+    codec = Codec()
     codec.pack(x, memory, message)
     said = torch.empty(1000)
-    codec.unpack_mean([message], said)
+    codec.mean(message[None], [1.0], said)
     assert not said.any()
     assert not memory.residual.any()
 

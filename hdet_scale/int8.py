@@ -1,0 +1,122 @@
+"""The int8 message: a code for each element, then an fp32 scale for each run of QUANTUM.
+
+    y = theta - point + residual
+    s = max |y| of a run / 127,  q = round(y / s),  residual <- y - s q
+
+On a GPU one kernel packs and one forms the mean (`hdet_scale.kernels.average`). On a CPU the same
+arithmetic runs block by block in the cache, and gives the bits that the kernels' references give.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdet_scale.kernels.choice import on_kernels
+
+QUANTUM = 256
+"""Elements that share a scale, as in `hdet_scale.kernels.average`."""
+CACHED = 65536
+"""Elements of a block whose second read still comes out of the cache; whole runs."""
+FAINT = 1e-30
+"""A scale below this says nothing that a parameter could show, and its inverse may overflow: the
+run is sent as zeros and stays in the residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the int8 wire remembers of a bucket, flat and in fp32."""
+
+    point: Tensor
+    """The last converged point, the same on every replica."""
+    residual: Tensor
+    """What this replica's messages have left out so far."""
+
+
+def message_bytes(numel: int) -> int:
+    """Bytes of a message of `numel` elements: codes and scales, each padded to 16 bytes, which is
+    how a GPU wants to read them."""
+    return _padded(numel) + _padded(4 * -(-numel // QUANTUM))
+
+
+class Codec:
+    """Packs and unpacks, on a CPU in scratch memory that it keeps."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+
+    def pack(self, flat: Tensor, memory: Memory, message: Tensor) -> None:
+        """Quantise flat - point + residual; what is left out becomes the residual. What `flat`
+        holds afterwards is not defined."""
+        if not flat.numel():
+            return
+        codes, scales = (row[0] for row in _opened(message[None], flat.numel()))
+        if on_kernels(flat):
+            from hdet_scale.kernels import average
+
+            average.pack(flat.sub_(memory.point), memory.residual, codes, scales)
+            return
+        blocks = _tables([flat, memory.point, memory.residual, codes], scales)
+        for x, point, residual, code, s in blocks:
+            y, q = self._two(x)
+            torch.sub(x, point, out=y).add_(residual)
+            torch.amax(torch.abs(y, out=q), 1, keepdim=True, out=s).div_(127.0)
+            torch.mul(y, torch.where(s >= FAINT, 1.0 / s, 0.0), out=q).round_()
+            code.copy_(q)
+            torch.sub(y, q.mul_(s), out=residual)
+
+    def mean(self, messages: Tensor, weights: Sequence[float], out: Tensor) -> None:
+        """out <- sum over replicas r of weights[r] s_r q_r, in their order; a row a message."""
+        if not out.numel():
+            return
+        codes, scales = _opened(messages, out.numel())
+        if on_kernels(out):
+            from hdet_scale.kernels import average
+
+            average.unpack(codes, scales, _on_device(tuple(weights), out.device), out)
+            return
+        for r, weight in enumerate(weights):
+            scales[r].mul_(weight)
+        rows = [_tables([out, code], s) for code, s in zip(codes, scales, strict=True)]
+        for replicas in zip(*rows, strict=True):
+            for r, (total, code, s) in enumerate(replicas):
+                table = self._two(total)[0] if r else total
+                table.copy_(code).mul_(s)
+                if r:
+                    total.add_(table)
+
+    def _two(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        if self._scratch.device != like.device or not self._scratch.numel():
+            self._scratch = torch.empty(2, CACHED, dtype=torch.float32, device=like.device)
+        first, second = self._scratch[:, : like.numel()].view(2, *like.shape)
+        return first, second
+
+
+def _padded(size: int) -> int:
+    return 16 * -(-size // 16)
+
+
+def _opened(messages: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of messages, a row each."""
+    scales = messages[:, _padded(numel) :].view(torch.float32)[:, : -(-numel // QUANTUM)]
+    return messages[:, :numel].view(torch.int8), scales
+
+
+def _tables(flats: Sequence[Tensor], scales: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of equally long tensors, a run a row, with the scales as a column. The last run, if
+    it is not whole, is a block of its own."""
+    numel = flats[0].numel()
+    whole = numel // QUANTUM * QUANTUM
+    ends = [(i, min(i + CACHED, whole)) for i in range(0, whole, CACHED)]
+    for begin, end in [*ends, (whole, numel)] if whole < numel else ends:
+        column = scales[begin // QUANTUM : -(-end // QUANTUM), None]
+        yield (*(t[begin:end].view(-1, min(QUANTUM, end - begin)) for t in flats), column)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float32, device=device)
