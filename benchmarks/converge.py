@@ -14,6 +14,12 @@ hits all alike, and each is divided by the limit of its own turn.
     separate    ours, on separate tensors: the finite check and the exchange of flags included
     flat        ours, on tensors that lie in one flat buffer
     overlap     ours in the background: only what it adds to the training thread
+
+Between ranks of one machine the wire is memory too, and bytes saved there are paid for in memory
+traffic. So the table ends with what a network would see: the bytes of each format against fp32,
+and the bandwidth below which it is faster, *computed* from what packing and unpacking take here:
+
+    bytes / bandwidth + local < bytes of fp32 / bandwidth + local of fp32
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +40,9 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.shapes import gpt2_small
 from hdet_scale.converge import Converge
+from hdet_scale.int8 import Codec, Memory, message_bytes
 from hdet_scale.topology import Replicas
+from hdet_scale.wires import AllReduce, Bf16, Int8, mean_into
 
 Variant = Callable[[], None]
 
@@ -118,6 +127,48 @@ def _settle() -> None:
     dist.barrier()
 
 
+def local_work(device: torch.device, numel: int, repeats: int) -> dict[str, float]:
+    """Seconds an element that each format costs beside its transfer, two replicas, bucket by
+    bucket; all ranks at once."""
+    flat, point, residual = torch.randn(3, numel, device=device)
+    rows16 = torch.zeros(2, numel, dtype=torch.bfloat16, device=device)
+    messages = torch.zeros(2, message_bytes(numel), dtype=torch.uint8, device=device)
+    codec, memory = Codec(), Memory(point, residual)
+
+    def bf16() -> None:
+        rows16[0].copy_(flat)
+        mean_into(flat, list(rows16))
+
+    def int8() -> None:
+        codec.pack(flat, memory, messages[0])
+        codec.mean(messages, [0.5, 0.5], flat, point)
+        point.copy_(flat)
+
+    works: dict[str, Variant] = {"fp32": lambda: _ignore(flat.mul_(0.5)), "bf16": bf16}
+    taken = measure({**works, "int8": int8}, repeats)
+    return {name: rows.quantiles(v)[1] / numel for name, v in taken.items()}
+
+
+def computed(device: torch.device, numel: int, repeats: int) -> list[dict[str, Any]]:
+    """For each smaller format: its bytes against fp32, and the bandwidth below which it wins."""
+    local = local_work(device, 2**22, repeats)
+    replicas = Replicas.world()
+    wires = {"fp32": AllReduce(replicas, native_average=False), "bf16": Bf16(replicas)}
+    sent = {w: wire.sent_bytes(numel, 4) for w, wire in {**wires, "int8": Int8(replicas)}.items()}
+    return [
+        {
+            "variant": f"{name} wire, computed",
+            "byte_ratio": sent[name] / sent["fp32"],
+            "local_ns_per_element": local[name] * 1e9,
+            "fp32_ns_per_element": local["fp32"] * 1e9,
+            "faster_below_gbit_s": 8e-9
+            * (sent["fp32"] - sent[name])
+            / (numel * max(local[name] - local["fp32"], 1e-15)),
+        }
+        for name in ("bf16", "int8")
+    ]
+
+
 def overlapped(
     device: torch.device, shapes: list[tuple[int, ...]], repeats: int
 ) -> dict[str, float]:
@@ -135,7 +186,7 @@ def overlapped(
     added: dict[str, list[float]] = {"blocking": [], "overlap": []}
 
     def in_background() -> None:
-        background.healthy()
+        background.healthy(snapshot=True)
         pending = background.start(everyone)
         time.sleep(step)
         pending.finish()
@@ -203,8 +254,9 @@ def _rank(rank: int, options: argparse.Namespace, place: str) -> None:
     added = overlapped(device, shapes, max(3, options.repeats // 3))
     bucket = 32 * 2**20
     extra = peak_extra(device, shapes, bucket)
+    network = computed(device, sum(_size(s) for s in shapes), options.repeats)
     if rank == 0:
-        report(seconds, added, extra / bucket, options, size)
+        report(seconds, added, extra / bucket, network, options, size)
     dist.destroy_process_group()
 
 
@@ -212,6 +264,7 @@ def report(
     seconds: dict[str, list[float]],
     added: dict[str, float],
     buckets: float,
+    network: list[dict[str, Any]],
     options: argparse.Namespace,
     size: int,
 ) -> None:
@@ -241,6 +294,7 @@ def report(
     share = added["overlap"] / added["blocking"]
     results.append({"variant": "overlap, added to training / blocking", "ratio": share})
     results.append({"variant": "peak extra memory in buckets", "ratio": buckets})
+    results += network
     parameters = sum(_size(s) for s in gpt2_small(options.shrink))
     print(
         f"{parameters / 1e6:.0f} M parameters, {size} ranks, {options.backend}, "
@@ -253,6 +307,13 @@ def report(
     )
     print(f"overlap adds {share:.2f} of what the blocking converge adds")
     print(f"peak extra memory of the fp32 converge: {buckets:.2f} buckets of 32 MiB")
+    for row in network:
+        print(
+            f"{row['variant']}: {row['byte_ratio']:.2f} of the bytes, "
+            f"{row['local_ns_per_element']:.2f} ns an element beside the transfer (fp32 "
+            f"{row['fp32_ns_per_element']:.2f}); "
+            f"faster below {row['faster_below_gbit_s']:.1f} Gbit/s"
+        )
     if not options.no_rows:
         common = {
             "ranks": size,

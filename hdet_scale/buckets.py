@@ -74,6 +74,7 @@ def plan(
     *,
     bucket_bytes: int,
     direct_bytes: int | None = DIRECT_BYTES,
+    cut_direct: bool = False,
     itemsize: int = 1,
 ) -> Plan:
     """Buckets over `tensors`.
@@ -82,6 +83,8 @@ def plan(
         where 16-bit tensors are staged in fp32.
     direct_bytes: spans from this size on become a bucket of their own, whatever the cap, to be
         reduced where they lie; None: every span goes through capped buckets.
+    cut_direct: such spans are cut at the cap, for a wire that needs a buffer as long as what it
+        sends.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -92,10 +95,10 @@ def plan(
         members = [i for i, s in enumerate(spans) if (s.dtype, s.device) == kind]
         cap = max(1, bucket_bytes // max(itemsize, kind[0].itemsize))
         direct = None if direct_bytes is None else max(1, direct_bytes // kind[0].itemsize)
-        buckets += _pack(spans, members, cap, direct)
+        buckets += _pack(spans, members, cap, direct, cut_direct)
     settings = (
-        f"bucket_bytes {bucket_bytes}, direct_bytes {direct_bytes}, item {itemsize}, "
-        f"runs of memory {[s.numel() for s in spans]}"
+        f"bucket_bytes {bucket_bytes}, direct_bytes {direct_bytes}, cut {cut_direct}, "
+        f"item {itemsize}, runs of memory {[s.numel() for s in spans]}"
     )
     return Plan(tuple(spans), tuple(buckets), tuple(_describe(t) for t in given), settings)
 
@@ -118,7 +121,7 @@ def join(first: Plan, second: Plan) -> Plan:
 
 
 def _pack(
-    spans: Sequence[Tensor], members: Sequence[int], cap: int, direct: int | None
+    spans: Sequence[Tensor], members: Sequence[int], cap: int, direct: int | None, cut: bool
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
     open_pieces: list[Piece] = []
@@ -134,7 +137,10 @@ def _pack(
     for i in members:
         size = spans[i].numel()
         if direct is not None and size >= direct:
-            buckets.append(Bucket(spans[i].dtype, spans[i].device, size, (Piece(i, 0, size, 0),)))
+            step = cap if cut else size
+            for begin in range(0, size, step):
+                piece = Piece(i, begin, min(step, size - begin), 0)
+                buckets.append(Bucket(spans[i].dtype, spans[i].device, piece.length, (piece,)))
             continue
         start = 0
         while start < size:

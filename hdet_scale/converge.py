@@ -34,6 +34,8 @@ from hdet_scale.topology import Replicas
 from hdet_scale.wires import AllReduce, Bf16, Exact, Flight, Int8, Shelf, Wire
 
 BUCKET_BYTES = 32 * 2**20
+INT8_BYTES = 8 * 2**20
+"""Cap of a bucket of the int8 wire on a CPU, which goes over it several times: in its cache."""
 IN_FLIGHT = 8
 """Transfers from memory that needs no staging: enough to hide their latency."""
 WIRES = ("fp32", "bf16", "int8")
@@ -134,17 +136,20 @@ class Converge:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _plan(self, tensors: list[Tensor], bucket_bytes: int, *, overlapped: bool) -> Plan:
-        cap, direct = bucket_bytes, DIRECT_BYTES
+        cap = bucket_bytes
         if isinstance(self._wide, Exact):
             cap = max(1, cap // 2)  # it receives as much as it stages: two halves make one bucket
+        if isinstance(self._wire, Int8) and self.device.type == "cpu":
+            cap = min(cap, INT8_BYTES)
         if self.fragments > 1:
             # Several buckets for each fragment, so that fragments come out equal.
             cap = max(1, min(cap, sum(t.nbytes for t in tensors) // (4 * self.fragments)))
-        whole = isinstance(self._wire, AllReduce) and self.fragments == 1 and not overlapped
+        in_place = self.fragments == 1 and not overlapped
         return plan(
             tensors,
             bucket_bytes=cap,
-            direct_bytes=direct if whole else None,
+            direct_bytes=DIRECT_BYTES if in_place else None,
+            cut_direct=not isinstance(self._wire, AllReduce),
             itemsize=4,
         )
 
@@ -240,11 +245,11 @@ class Converge:
             direct = isinstance(self._wire_of(index, bucket), AllReduce)
             staged = not (direct and _lies_flat(bucket))
             while len(airborne) >= IN_FLIGHT or (staged and sum(s for s, _ in airborne) >= 2):
-                _land(airborne.popleft()[1])
+                _land_one(airborne)
             next(flight)
             airborne.append((staged, flight))
         while airborne:
-            _land(airborne.popleft()[1])
+            _land_one(airborne)
 
     def _flight(self, index: int, bucket: Bucket, included: Sequence[bool]) -> Flight:
         """One bucket: gathered (or where it lies), averaged, scattered."""
@@ -473,6 +478,7 @@ def outer_step(flat: Tensor, point: Tensor, momentum: Tensor, outer: OuterStep) 
     delta.add_(momentum, alpha=outer.momentum).mul_(outer.lr).add_(point)
 
 
+_LANDED = object()
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -521,9 +527,14 @@ def _summed(view: Tensor) -> torch.dtype:
     return torch.float64 if view.dtype == torch.float64 else torch.float32
 
 
-def _land(flight: Flight) -> None:
-    for _ in flight:
-        pass
+def _land_one(airborne: deque[tuple[bool, Flight]]) -> None:
+    """Land the oldest. Where it has a second leg, the others fly on to theirs meanwhile."""
+    oldest = airborne[0]
+    while oldest in airborne:
+        for plane in list(airborne):
+            if next(plane[1], _LANDED) is _LANDED:
+                airborne.remove(plane)
+                break
 
 
 def _first_difference(layouts: Sequence[tuple[Sequence[str], str]]) -> str:

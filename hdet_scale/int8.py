@@ -20,8 +20,9 @@ from hdet_scale.kernels.choice import on_kernels
 
 QUANTUM = 256
 """Elements that share a scale, as in `hdet_scale.kernels.average`."""
-CACHED = 65536
-"""Elements of a block whose second read still comes out of the cache; whole runs."""
+CACHED = 2**18
+"""Elements of a block: few enough for its second read to come out of the cache, and enough to
+outweigh what starting an operation costs. Whole runs."""
 FAINT = 1e-30
 """A scale below this says nothing that a parameter could show, and its inverse may overflow: the
 run is sent as zeros and stays in the residual."""
@@ -69,8 +70,13 @@ class Codec:
             code.copy_(q)
             torch.sub(y, q.mul_(s), out=residual)
 
-    def mean(self, messages: Tensor, weights: Sequence[float], out: Tensor) -> None:
-        """out <- sum over replicas r of weights[r] s_r q_r, in their order; a row a message."""
+    def mean(
+        self, messages: Tensor, weights: Sequence[float], out: Tensor, base: Tensor | None = None
+    ) -> None:
+        """out <- base + sum over replicas r of weights[r] s_r q_r, in their order; a row a message.
+
+        The messages are used up.
+        """
         if not out.numel():
             return
         codes, scales = _opened(messages, out.numel())
@@ -78,16 +84,20 @@ class Codec:
             from hdet_scale.kernels import average
 
             average.unpack(codes, scales, _on_device(tuple(weights), out.device), out)
+            if base is not None:
+                out.add_(base)
             return
-        for r, weight in enumerate(weights):
-            scales[r].mul_(weight)
-        rows = [_tables([out, code], s) for code, s in zip(codes, scales, strict=True)]
-        for replicas in zip(*rows, strict=True):
-            for r, (total, code, s) in enumerate(replicas):
-                table = self._two(total)[0] if r else total
-                table.copy_(code).mul_(s)
+        for row, weight in zip(scales, weights, strict=True):
+            row.mul_(weight)
+        n = len(weights)
+        for part, *said in _tables([out, *codes, *([] if base is None else [base])], *scales):
+            total, table = self._two(part)
+            for r, (code, s) in enumerate(zip(said[:n], said[-n:], strict=True)):
+                into = table if r else total
+                into.copy_(code).mul_(s)
                 if r:
                     total.add_(table)
+            part.copy_(total) if base is None else torch.add(total, said[n], out=part)
 
     def _two(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._scratch.device != like.device or not self._scratch.numel():
@@ -106,15 +116,15 @@ def _opened(messages: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     return messages[:, :numel].view(torch.int8), scales
 
 
-def _tables(flats: Sequence[Tensor], scales: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of equally long tensors, a run a row, with the scales as a column. The last run, if
+def _tables(flats: Sequence[Tensor], *scales: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of equally long tensors, a run a row, with their scales as columns. The last run, if
     it is not whole, is a block of its own."""
     numel = flats[0].numel()
     whole = numel // QUANTUM * QUANTUM
     ends = [(i, min(i + CACHED, whole)) for i in range(0, whole, CACHED)]
     for begin, end in [*ends, (whole, numel)] if whole < numel else ends:
-        column = scales[begin // QUANTUM : -(-end // QUANTUM), None]
-        yield (*(t[begin:end].view(-1, min(QUANTUM, end - begin)) for t in flats), column)
+        columns = (s[begin // QUANTUM : -(-end // QUANTUM), None] for s in scales)
+        yield (*(t[begin:end].view(-1, min(QUANTUM, end - begin)) for t in flats), *columns)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """Wires: how the mean of one bucket is formed from what the replicas hold.
 
-A wire's `flight` is a generator: it posts its first transfer and yields; run to its end it
-leaves the mean of the included replicas in the flat tensor that it was given, the same bits on
-every rank. Converge keeps several flights in the air.
+A wire's `flight` is a generator: it posts a transfer and yields, each time before it has to wait;
+run to its end it leaves the mean of the included replicas in the flat tensor that it was given, the
+same bits on every rank. Converge keeps several flights in the air.
 
 | wire | bytes an element | extra memory | error of the mean |
 |---|---|---|---|
@@ -110,8 +110,14 @@ class Exact(Wire):
         wait(works)
         rows[me].copy_(mine)
         for block in _blocks([mine, *_chosen(rows, included)]):
-            block[0].copy_(torch.stack(block[1:]).double().sum(0).div_(sum(included)))
-        wait(post(self.replicas, sends=[mine] * n, receives=segments))
+            out, first, *others = block
+            total = first.double()
+            for row in others:
+                total.add_(row)
+            out.copy_(total.div_(sum(included)))
+        works = post(self.replicas, sends=[mine] * n, receives=segments)
+        yield
+        wait(works)
         self.shelf.give_back(received)
 
 
@@ -133,7 +139,7 @@ class Bf16(Wire):
         works = post(self.replicas, sends=[mine, mine], receives=rows)
         yield
         wait(works)
-        _mean_into(flat, _chosen(rows, included))
+        mean_into(flat, _chosen(rows, included))
         self.shelf.give_back(mine, theirs)
 
     def _many(self, flat: Tensor, included: Sequence[bool]) -> Flight:
@@ -148,9 +154,11 @@ class Bf16(Wire):
         wait(works)
         rows[me].copy_(segments[me])
         mean = flat.tensor_split(n)[me]
-        _mean_into(mean, _chosen(rows, included))
+        mean_into(mean, _chosen(rows, included))
         segments[me].copy_(mean)
-        wait(post(self.replicas, sends=[segments[me]] * n, receives=segments))
+        works = post(self.replicas, sends=[segments[me]] * n, receives=segments)
+        yield
+        wait(works)
         flat.copy_(sent)
         self.shelf.give_back(sent, received)
 
@@ -192,8 +200,7 @@ class Int8(Wire):
         works = post(self.replicas, sends=[rows[me]] * 2, receives=list(rows))
         yield
         wait(works)
-        self.codec.mean(rows, _weights(included), flat)
-        flat.add_(memory.point)
+        self.codec.mean(rows, _weights(included), flat, memory.point)
         self.shelf.give_back(rows)
 
     def _many(self, flat: Tensor, included: Sequence[bool], memory: Memory) -> Flight:
@@ -214,7 +221,9 @@ class Int8(Wire):
         down = self.shelf.borrow(flat.numel(), torch.bfloat16, flat.device)
         pieces = list(down.tensor_split(n))
         pieces[me].copy_(parts[me])
-        wait(post(self.replicas, sends=[pieces[me]] * n, receives=pieces))
+        works = post(self.replicas, sends=[pieces[me]] * n, receives=pieces)
+        yield
+        wait(works)
         torch.add(memory.point, down, out=flat)
         self.shelf.give_back(sent, rows, down)
 
@@ -268,7 +277,7 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     )
 
 
-def _mean_into(out: Tensor, rows: Sequence[Tensor]) -> None:
+def mean_into(out: Tensor, rows: Sequence[Tensor]) -> None:
     """The mean of 16-bit rows in fp32, summed in the order of the replicas."""
     for block in _blocks([out, *rows]):
         total, first, *others = block

@@ -34,12 +34,17 @@ def check_offsets(p: Plan) -> None:
         assert filled == bucket.numel
 
 
-@given(kinds=TENSORS, cap=st.integers(1, 600), direct=st.none() | st.integers(1, 600))
+@given(
+    kinds=TENSORS,
+    cap=st.integers(1, 600),
+    direct=st.none() | st.integers(1, 600),
+    cut=st.booleans(),
+)
 def test_every_element_is_covered_exactly_once(
-    kinds: list[tuple[tuple[int, ...], torch.dtype]], cap: int, direct: int | None
+    kinds: list[tuple[tuple[int, ...], torch.dtype]], cap: int, direct: int | None, cut: bool
 ) -> None:
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
-    p = plan(tensors, bucket_bytes=cap, direct_bytes=direct)
+    p = plan(tensors, bucket_bytes=cap, direct_bytes=direct, cut_direct=cut)
     touch(p)
     check_offsets(p)
     for t in tensors:
@@ -53,7 +58,8 @@ def test_staged_buckets_stay_under_the_cap(
 ) -> None:
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
     p = plan(tensors, bucket_bytes=cap, direct_bytes=None)
-    for bucket in p.buckets:
+    cut = plan(tensors, bucket_bytes=cap, direct_bytes=cap // 2, cut_direct=True)
+    for bucket in p.buckets + cut.buckets:
         assert bucket.numel * bucket.dtype.itemsize <= cap
     staged = plan(tensors, bucket_bytes=cap, direct_bytes=None, itemsize=8)
     for bucket in staged.buckets:

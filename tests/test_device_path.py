@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hdet_scale import Replicas
 from hdet_scale.converge import Converge
-from hdet_scale.int8 import QUANTUM, Codec, Memory, message_bytes
+from hdet_scale.int8 import CACHED, QUANTUM, Codec, Memory, message_bytes
 from hdet_scale.kernels import average
 from hdet_scale.kernels.choice import on_kernels
 from hdet_scale.kernels.interpreter import interpreted
@@ -45,15 +45,17 @@ def messages(numel: int) -> list[Tensor]:
     codec = Codec()
     for flat, point, residual, row in zip(flats, points, residuals, rows, strict=True):
         codec.pack(flat.clone(), Memory(point, residual), row)
-    sent, mean = rows.clone(), torch.empty(numel)
-    codec.mean(rows, [0.25, 0.75], mean)
-    return [sent, residuals, mean]
+    sent, mean, moved = rows.clone(), torch.empty(numel), torch.empty(numel)
+    codec.mean(rows.clone(), [0.25, 0.75], mean)
+    codec.mean(rows, [0.25, 0.75], moved, points[0])
+    assert torch.equal(moved, mean + points[0])
+    return [sent, residuals, mean, moved]
 
 
 device_messages = interpreted(messages)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 255, 256, 1025, 65536 + 300])
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 1025, CACHED + 300])
 def test_int8_messages_are_those_of_the_kernels(numel: int) -> None:
     for ours, theirs in zip(messages(numel), device_messages(numel), strict=True):
         assert torch.equal(ours, theirs)
