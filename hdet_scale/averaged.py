@@ -34,6 +34,10 @@ class Averaged:
         """What the optimizer steps: a parameter, or its fp32 master."""
         return [self._master(p) for p in trained(self.optimizer)]
 
+    def stepped(self) -> list[Tensor]:
+        """What the optimizer keeps its state of."""
+        return trained(self.optimizer)
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers."""
         return self.parameters() + self.buffers()

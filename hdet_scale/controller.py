@@ -133,7 +133,10 @@ class Descent:
 
 
 class Steering:
-    """The shared base of each factor: the schedule's value until the rule moves it."""
+    """The shared base of each factor: the schedule's value until the rule moves it.
+
+    `found` is what a search before the run multiplies the schedule with.
+    """
 
     def __init__(
         self, factors: Sequence[str], rule: Callable[[], PaperRule] | None, descent: Descent
@@ -143,11 +146,13 @@ class Steering:
         self.descent = descent
         self.floors = list(descent.floors) or [0.0] * len(self.factors)
         self.scales = [1.0] * len(self.factors)
+        self.found = [1.0] * len(self.factors)
         self.held: list[float] | None = None
         self.taken_over = False
 
     def bases(self, schedule: Sequence[float]) -> list[float]:
         """The base of each factor, given what the schedule says now."""
+        schedule = [s if x == 1.0 else s * x for s, x in zip(schedule, self.found, strict=True)]
         if not self.taken_over:
             return list(schedule)
         if self.held is not None:
@@ -209,6 +214,7 @@ class Steering:
         return {
             "taken_over": self.taken_over,
             "scales": list(self.scales),
+            "found": list(self.found),
             "held": None if self.held is None else list(self.held),
             "rules": [rule.state_dict() for rule in self.rules],
         }
@@ -217,6 +223,7 @@ class Steering:
         """Continue another run's steering."""
         self.taken_over = bool(state["taken_over"]) and bool(self.rules)
         self.scales = [float(x) for x in state["scales"]]
+        self.found = [float(x) for x in state["found"]]
         self.held = None if state["held"] is None else [float(x) for x in state["held"]]
         # A state of a run without a rule has none to load: this run's rules start afresh.
         for rule, saved in zip(self.rules, state["rules"], strict=False):

@@ -71,9 +71,10 @@ def attach(
     modules = _sharded_modules(model)
     replicas = _replicas(model, mesh, replica, shard)
     mode = gradients or _mode(scheduler, config)
-    hook = _gradient_hook(model, replicas, mode)
+    _check_layout(model, replicas, mode, _searches(scheduler, config))
     exploring = _exploring(scheduler, config, replicas)
     exploring.rehome(replicas, model, mode)
+    hook = _gradient_hook(model, exploring, mode)
     if hook is not None:
         for module in modules:
             module.set_all_reduce_hook(hook)
@@ -274,28 +275,45 @@ def _exploring(scheduler: LRScheduler, config: HDETConfig | None, replicas: Repl
     return AutoLR(scheduler, config, replicas=replicas)
 
 
-def _gradient_hook(
-    model: nn.Module, replicas: Replicas, gradients: str
-) -> Callable[[Tensor], None] | None:
-    """What runs behind each reduce-scatter; None where the layout does it already."""
+def _check_layout(model: nn.Module, replicas: Replicas, gradients: str, searches: bool) -> None:
     if gradients not in ("shared", "local"):
         raise ValueError(f"gradients must be 'shared' or 'local', got {gradients!r}")
-    native = any(p.device_mesh.ndim == 2 for p in _dtensors(model))
-    if gradients == "local" and native and replicas.size > 1:
+    if _is_native(model) and replicas.size > 1 and (gradients == "local" or searches):
+        asked = "gradients='local'" if gradients == "local" else "a race, with its local gradients,"
         raise ValueError(
-            "gradients='local' on a model that is sharded over the whole mesh: HSDP all-reduces "
+            f"{asked} on a model that is sharded over the whole mesh: HSDP all-reduces "
             "gradients across replicas in every backward. Shard it with fully_shard(module, "
-            "mesh=mesh['shard']) and pass attach(..., mesh=mesh, gradients='local')"
+            f"mesh=mesh['shard']) and pass attach(..., mesh=mesh, gradients={gradients!r})"
         )
-    if gradients == "local" or native or replicas.size == 1:
+
+
+def _gradient_hook(
+    model: nn.Module, exploring: Exploring, gradients: str
+) -> Callable[[Tensor], None] | None:
+    """What runs behind each reduce-scatter; None where the layout does it already."""
+    replicas = exploring.replicas
+    if gradients == "local" or _is_native(model) or replicas.size == 1:
         return None
     group, n = replicas.connected(), replicas.size
 
     def average(gradient: Tensor) -> None:
+        if exploring.gradients == "local":  # while a race is under way
+            return
         gradient.div_(n)  # before the sum, which could overflow in fp16
         dist.all_reduce(gradient, group=group)
 
     return average
+
+
+def _is_native(model: nn.Module) -> bool:
+    """HSDP: a mesh of two dimensions, whose replicas fully_shard itself keeps in step."""
+    return any(p.device_mesh.ndim == 2 for p in _dtensors(model))
+
+
+def _searches(scheduler: LRScheduler, config: HDETConfig | None) -> bool:
+    if isinstance(scheduler, Exploring):
+        return scheduler.searching
+    return config is not None and config.searches
 
 
 def _dtensors(model: nn.Module) -> Iterator[Any]:

@@ -58,6 +58,14 @@ class RoundRecord:
     """Time of the averaging on this rank."""
     wire_bytes: int
     """Bytes that this rank sent for it."""
+    phase: str = ""
+    """What the rule was doing, where it has phases."""
+    verdict: str = ""
+    """What it decided, in words."""
+    probe_losses: tuple[float, ...] = ()
+    """This rank's losses on the probe's batches."""
+    probe_seconds: float = 0.0
+    """Time of the probe on this rank."""
 
 
 class LossMeter:
@@ -204,7 +212,7 @@ class Round:
 
     def count(self, loss: Tensor | float | None) -> bool:
         """One optimizer step is done; True when it ends the round."""
-        self._connect()
+        self.connect()
         if loss is not None and self.config.diverges:
             self.meter.add(loss)
         self.steps += 1
@@ -237,7 +245,7 @@ class Round:
             self._spent.wire_bytes + outcome.wire_bytes,
         )
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Replicas declared before init_process_group are found at the first step."""
         if self.replicas.group is not None or not is_distributed():
             return
@@ -276,7 +284,7 @@ class Round:
         it would have. Does nothing where replicas already agree, so that plain training stays
         plain. `moments`: the optimizer's too, though the policy leaves them to each replica.
         """
-        self._connect()
+        self.connect()
         self.complete()
         if self.replicas.size == 1:
             return

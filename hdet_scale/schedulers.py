@@ -9,6 +9,7 @@ plain training, bit for bit.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,10 @@ from hdet_scale.averaged import Averaged
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.factors import Factor, LearningRate, learning_rates
+from hdet_scale.probe import Losses, Probe
+from hdet_scale.race import Race
 from hdet_scale.round import Round, RoundRecord, check_loss
+from hdet_scale.search import Search, peaks_of
 from hdet_scale.topology import Replicas, is_distributed
 
 
@@ -35,6 +39,11 @@ class Exploring:
     state_dict: Callable[[], dict[str, Any]]
     load_state_dict: Callable[[dict[str, Any]], None]
     _round: Round
+    _search: Search | None = None
+    engine_obeys: bool = False
+    """An engine asks `gradients` at each step."""
+    _local: list[Callable[[], None]]
+    _wrapped: list[DistributedDataParallel]
     _schedule: list[float]
     """What the schedule says for the next step, one value a factor."""
 
@@ -49,7 +58,19 @@ class Exploring:
 
         Never with overlap or fragments, where only `finalize()` makes replicas agree.
         """
+        if self.searching:
+            return self._search is not None and self._search.between_heats
         return self._round.replicas_agree or not self._round.config.diverges
+
+    @property
+    def searching(self) -> bool:
+        """True while the race before the run is under way."""
+        return self._search is not None and self._search.active
+
+    @property
+    def verdict(self) -> str:
+        """What the race decided last, in words; empty where there was none."""
+        return self._search.rule.verdict if self._search is not None else ""
 
     @property
     def replicas(self) -> Replicas:
@@ -58,10 +79,16 @@ class Exploring:
 
     def get_base_lr(self) -> list[float]:
         """The shared base of each factor, beside `get_last_lr()` which is this replica's."""
+        if self._search is not None and self._search.active:
+            return list(self._search.peaks)
         return self._round.steering.bases(self._schedule)
 
     def finalize(self) -> None:
-        """Make the replicas agree now; call it at the end of a run, on every rank."""
+        """Make the replicas agree now; call it at the end of a run, on every rank.
+
+        In the middle of a race they go back to where its heat began.
+        """
+        self.restart_heat()
         self._round.finalize()
         self._write()
 
@@ -72,29 +99,117 @@ class Exploring:
     def replica_state_dict(self) -> dict[str, Any]:
         """What is this replica's own: for a checkpoint between converges, where each replica
         saves its own parameters too."""
-        return self._round.replica_state_dict()
+        state = self._round.replica_state_dict()
+        if self._search is not None:
+            state["search"] = self._search.replica_state_dict()
+        return state
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `replica_state_dict` saved, after `load_state_dict`."""
         self._round.load_replica_state_dict(state)
+        if self._search is not None and "search" in state:
+            self._search.load_replica_state_dict(state["search"])
+
+    def probe_with(self, losses: Losses, model: nn.Module | None = None) -> None:
+        """Judge heats by these losses; for an engine that made the scheduler from a config."""
+        if self._search is None:
+            raise ValueError(
+                f"rule={self._round.config.rule!r} asks for no probe: use rule='auto' or 'race'"
+            )
+        self._search.probe = Probe(losses, model, self._round.config.probe)
 
     def _write(self) -> None:
-        self._round.write(self._schedule)
+        if self._search is not None and self._search.active:
+            self._search.write()
+        else:
+            self._round.write(self._schedule)
+
+    def _searched(self, loss: Tensor | float | None) -> bool:
+        """True when the step that is done belongs to the race: the schedule stands still."""
+        if self._search is None or not self._search.active:
+            return False
+        self._search.count(loss)
+        return True
+
+    def _turns(self) -> int:
+        """Steps of the schedule for the next step of the run: u(t) = t S / (S - R), rounded down,
+        with R steps of the search, so that the whole schedule fits into what is left of S."""
+        search = self._search
+        if search is None or not search.done:
+            return 1
+        total = search.rule.total_steps
+        left = max(1, total - search.done)
+        t = search.played
+        search.played += 1
+        if t >= left:
+            return 1
+        return (t + 1) * total // left - t * total // left
+
+    def restart_heat(self) -> None:
+        """In the middle of a race: replicas go back to where its heat began, and agree there."""
+        if self._search is not None:
+            self._search.restart()
+
+    def _switch_gradients(self, mode: str) -> None:
+        """The race's: DDP's own all-reduce off or on; other engines read `gradients`."""
+        while self._local:
+            self._local.pop()()
+        if mode == "local":
+            self._local = [ddp.keep_gradients_local(module) for module in self._wrapped]
 
     def _count(self, loss: Tensor | float | None, step: int) -> None:
         if self._round.count(loss):
             self._round.close(self._schedule, step)
 
-    def _begin(self, cycle: Round, model: nn.Module | None) -> None:
+    def _begin(
+        self,
+        cycle: Round,
+        model: nn.Module | None,
+        search: Callable[[Callable[[str], None]], Search] | None = None,
+        probe: Losses | None = None,
+    ) -> None:
         self._round = cycle
+        modules = model.modules() if model is not None else ()
+        self._wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self._local = []
+        if cycle.config.gradients == "local":
+            self._switch_gradients("local")
+        if search is not None:
+            self._search = search(self._switch_gradients)
+            if probe is not None:
+                self.probe_with(probe, model)
+        elif probe is not None:
+            raise ValueError(
+                f"rule={cycle.config.rule!r} asks for no probe: leave probe= out, or use "
+                "rule='auto'"
+            )
         self._write()
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
-        self._undo: list[Callable[[], None]] = [hook.remove]
-        wrapped = model.modules() if model is not None else ()
-        for module in wrapped:
-            if cycle.config.gradients == "local" and isinstance(module, DistributedDataParallel):
-                self._undo.append(ddp.keep_gradients_local(module))
+        self._undo: list[Callable[[], None]] = [hook.remove, lambda: self._switch_gradients("")]
+        if self._search is not None:
+            marking = self.optimizer.register_step_pre_hook(self.before_step)
+            self._undo.append(marking.remove)
+
+    def before_step(self, *_: object) -> None:
+        """A hook of the optimizer: the race marks where it begins."""
+        search = self._search
+        if search is None or not search.active:
+            return
+        if self.replicas.size > 1 and not self._can_part:
+            raise RuntimeError(
+                "a race trains each replica on its own gradients, and nothing here can stop their "
+                "all-reduce: pass model= (the DistributedDataParallel module) to the scheduler, "
+                "attach the engine (hdet_scale.fsdp, hdet_scale.deepspeed), or use "
+                "gradients='local'"
+            )
+        search.before_step()
+
+    @property
+    def _can_part(self) -> bool:
+        """Whether gradients can stay local: by DDP's switch, by the engine, or anyway."""
+        wrapped = bool(self._wrapped) or self.engine_obeys
+        return wrapped or self._round.config.gradients == "local"
 
     @property
     def interval(self) -> int:
@@ -103,8 +218,8 @@ class Exploring:
 
     @property
     def gradients(self) -> str:
-        """ "shared" or "local"."""
-        return self._round.config.gradients
+        """ "shared" or "local", now: local while a race is under way."""
+        return "local" if self.searching else self._round.config.gradients
 
     @property
     def bucket_bytes(self) -> int:
@@ -120,22 +235,29 @@ class Exploring:
     @property
     def steps_done(self) -> int:
         """Steps of this run so far, in whole rounds and the one under way."""
-        return self._round.index * self.interval + self._round.steps
+        searched = 0 if self._search is None else self._search.done
+        return searched + self._round.index * self.interval + self._round.steps
 
     def averaged_tensors(self) -> list[Tensor]:
         """What a converge averages now."""
         return self._round.tensors()
 
     def agree_for_checkpoint(self) -> None:
-        """Make parameters, buffers and moments the same on all replicas; collective."""
+        """Make parameters, buffers and moments the same on all replicas; collective. A heat of a
+        race starts again."""
+        self.restart_heat()
         self._round.finalize(moments=True)
         self._write()
 
     def rehome(
         self, replicas: Replicas, model: nn.Module | None, gradients: str | None = None
     ) -> None:
-        """Explore among other replicas, from a converge boundary on; an engine calls it."""
+        """Explore among other replicas, from a converge boundary on; an engine calls it, and asks
+        `gradients` at each step from then on."""
         self._round.rehome(replicas, model, gradients)
+        self.engine_obeys = True
+        if self._search is not None:
+            self._search.rehome()
         self._write()
 
     def detach(self) -> None:
@@ -155,6 +277,8 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
     seed: of the assignments.
     converge: how parameters are averaged.
     averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
+    rule: "auto" or "race" finds the learning rate before the run; enable_auto_lr is "paper".
+    probe: yields losses on batches that all replicas have in common; see hdet_scale.probe.
     """
 
     def __init__(
@@ -190,12 +314,16 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         seed: int = 0,
         converge: ConvergePolicy | None = None,
         averaged: Averaged | None = None,
+        rule: str | None = None,
+        probe: Losses | None = None,
+        probe_batches: int = 16,
     ) -> None:
         config = HDETConfig(
             spread=ensemble_lr_spread_ratio,
             interval=model_sync_interval,
             gradients=gradients,
-            rule="paper" if enable_auto_lr else "none",
+            rule=rule or ("paper" if enable_auto_lr else "none"),
+            probe=probe_batches,
             warmup_steps=auto_lr_warmup_steps,
             loss_scale=loss_scale,
             momentum=momentum_of_lr,
@@ -245,7 +373,13 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 self.last_epoch,
             ),
             model,
+            self._race if config.searches else None,
+            probe,
         )
+
+    def _race(self, switch: Callable[[str], None]) -> Search:
+        peaks = [float(g["max_lr"]) for g in self.optimizer.param_groups]
+        return _make_search(self._round, peaks, self.total_steps, switch)
 
     def get_lr(self) -> list[float | Tensor]:
         """The schedule's own values, as torch computes them: the base before any steering."""
@@ -268,8 +402,10 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 f"Tried to step {self.last_epoch + 1} times. The specified number of total steps "
                 f"is {self.total_steps}: raise total_steps, or stop here and call finalize()"
             )
-        self._count(checked, self.last_epoch + 1)
-        super().step()
+        if not self._searched(checked):
+            self._count(checked, self.last_epoch + 1)
+            for _ in range(self._turns()):
+                super().step()
         self._write()
 
     def _write(self) -> None:
@@ -279,18 +415,24 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's keys, with the shared base for `_last_lr`, and "hdet" for the round."""
-        private = ("optimizer", "_round", "_undo")
+        private = ("optimizer", "_round", "_undo", "_search", "_wrapped", "_local", "engine_obeys")
         state = {k: v for k, v in self.__dict__.items() if k not in private}
         state |= {"_last_lr": self.get_base_lr(), "hdet": self._round.state_dict()}
+        if self._search is not None:
+            state["search"] = self._search.state_dict()
         return copy.deepcopy(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank; so is that of a plain OneCycleLR."""
         state = copy.deepcopy(dict(state_dict))
-        hdet = state.pop("hdet", None)
+        hdet, search = state.pop("hdet", None), state.pop("search", None)
+        if self._search is not None and search is not None:
+            self._search.rule.check_state(search["rule"])
         if hdet is not None:
             self._round.load_state_dict(hdet)
         super().load_state_dict(state)
+        if self._search is not None:
+            self._search.load_state_dict(search)
         if hdet is None:
             self._schedule = [float(x) for x in self._last_lr]
         self._write()
@@ -313,6 +455,7 @@ class AutoLR(Exploring, LRScheduler):
         replicas: Replicas | None = None,
         factors: Sequence[LearningRate] | None = None,
         averaged: Averaged | None = None,
+        probe: Losses | None = None,
     ) -> None:
         # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
         self.scheduler = _check_inner(scheduler)
@@ -323,6 +466,7 @@ class AutoLR(Exploring, LRScheduler):
                 f"decay={config.decay!r} needs a schedule with a known floor: AutoLR follows the "
                 "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
             )
+        _check_search(config, factors)
         where = _place(self.optimizer, replicas, 0, 1, averaged)
         chosen = learning_rates(self.optimizer) if factors is None else list(factors)
         descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
@@ -338,17 +482,27 @@ class AutoLR(Exploring, LRScheduler):
                 self._steps,
             ),
             model,
+            self._race if config.searches else None,
+            probe,
         )
+
+    def _race(self, switch: Callable[[str], None]) -> Search:
+        total = self._round.config.total_steps or 0
+        return _make_search(self._round, peaks_of(self.scheduler, total), total, switch)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """After optimizer.step(), on every rank at every step; `loss` is this rank's or None."""
         checked = check_loss(loss)
+        if self._searched(checked):
+            self._write()
+            return
         self._count(checked, self._steps + 1)
         self._steps += 1
         for factor, value in zip(self._round.factors, self._schedule, strict=True):
             factor.write(value, 1.0)
         try:
-            self.scheduler.step()
+            for _ in range(self._turns()):
+                self.scheduler.step()
             self._remember(self._round.factors)
         finally:
             self._write()
@@ -381,13 +535,19 @@ class AutoLR(Exploring, LRScheduler):
                 "steps": self._steps,
                 "schedule": list(self._schedule),
                 "hdet": self._round.state_dict(),
+                "search": None if self._search is None else self._search.state_dict(),
             }
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank."""
         state = copy.deepcopy(dict(state_dict))
+        search = state.get("search")
+        if self._search is not None and search is not None:
+            self._search.rule.check_state(search["rule"])
         self._round.load_state_dict(state["hdet"])
+        if self._search is not None:
+            self._search.load_state_dict(search)
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps = int(state["steps"])
         self._schedule = [float(x) for x in state["schedule"]]
@@ -425,7 +585,7 @@ def _total_steps(total: int | None, epochs: int | None, per_epoch: int | None) -
 def _check_takeover(
     config: HDETConfig, steps: int | None, div_factor: float, final_div_factor: float
 ) -> None:
-    if config.rule == "none" or steps is None:
+    if config.rule != "paper" or steps is None:
         return
     if config.warmup_steps >= steps:
         raise ValueError(
@@ -499,8 +659,10 @@ def _make_round(
     descent: Descent,
     step: int,
 ) -> Round:
+    if config.searches:
+        config = dataclasses.replace(config, spread=0.0)
     # With spread 0 there is nothing to compare: the schedule stays the user's.
-    steers = config.rule != "none" and config.spread > 0
+    steers = config.rule == "paper" and config.spread > 0
     rule = functools.partial(PaperRule, config.loss_scale, config.momentum, config.step_size)
     return Round(
         factors=factors,
@@ -510,3 +672,26 @@ def _make_round(
         averaged=averaged,
         step=step,
     )
+
+
+def _make_search(
+    cycle: Round, peaks: Sequence[float], total_steps: int, switch: Callable[[str], None]
+) -> Search:
+    adaptive = "betas" in cycle.averaged.optimizer.defaults
+    race = Race(replicas=cycle.replicas.size, total_steps=total_steps, adaptive=adaptive)
+    return Search(race, cycle, peaks=peaks, switch=switch)
+
+
+def _check_search(config: HDETConfig, factors: Sequence[LearningRate] | None) -> None:
+    if not config.searches:
+        return
+    if config.total_steps is None:
+        raise ValueError(
+            f"rule={config.rule!r} spends a share of the run on its search and must know its "
+            "length: set total_steps in the config, the number of scheduler steps you will make"
+        )
+    if factors is not None:
+        raise ValueError(
+            f"rule={config.rule!r} moves the learning rates of all param groups together: leave "
+            "factors out"
+        )

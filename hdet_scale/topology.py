@@ -171,8 +171,7 @@ class Replicas:
         losses which differ in the fifth digit are still told apart. Blocks the host: it is
         called at a converge only. NaN survives the mean, so one bad shard marks its replica.
         """
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        mine = torch.tensor(list(numbers), dtype=dtype, device=device)
+        mine = torch.tensor(list(numbers), dtype=_wide(device), device=device)
         if self.shard_group is not None:
             dist.all_reduce(mine, group=self.shard_group)
             mine /= self.shard_size
@@ -182,6 +181,22 @@ class Replicas:
         dist.all_gather(rows, mine, group=self.connected())
         return [row.tolist() for row in rows]
 
+    def shard_mean(self, number: float, device: torch.device) -> float:
+        """The mean of a number over the ranks of this replica; one NaN makes it NaN."""
+        if self.shard_group is None:
+            return number
+        mine = torch.tensor(number, dtype=_wide(device), device=device)
+        dist.all_reduce(mine, group=self.shard_group)
+        return float(mine) / self.shard_size
+
+    def sum(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The sum over replicas of each number: one all-reduce, whatever their number."""
+        if self.size == 1:
+            return list(numbers)
+        mine = torch.tensor(list(numbers), dtype=_wide(device), device=device)
+        dist.all_reduce(mine, group=self.connected())
+        return [float(x) for x in mine.tolist()]
+
     def connected(self) -> Group:
         """The replicas' group, or an error when there is none to reach them."""
         if self.group is None:
@@ -190,6 +205,10 @@ class Replicas:
                 "them: call torch.distributed.init_process_group before the first converge"
             )
         return self.group
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def advise_mesh(world: int, device: str) -> str:

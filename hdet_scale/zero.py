@@ -50,6 +50,9 @@ class Partitions(Averaged):
         """The fp32 parameters that the optimizer steps."""
         return trained(self.optimizer)
 
+    def stepped(self) -> list[Tensor]:
+        return self.masters()
+
     def moments(self) -> list[Tensor]:
         """Their moments, in an order that all ranks of a replica group share."""
         state = self.optimizer.state

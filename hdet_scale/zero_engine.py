@@ -68,6 +68,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
 
     def _adopted(self, scheduler: Exploring, replicas: Replicas, config: HDETConfig) -> None:
         self.lr_scheduler, self.replicas = scheduler, replicas
+        scheduler.engine_obeys = True
         averaged = self.round.averaged
         if not isinstance(averaged, Partitions):
             raise TypeError(f"the scheduler averages {type(averaged).__name__}, not partitions")
@@ -100,7 +101,8 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         return result
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        if self._mean is not None:
+        self.lr_scheduler.before_step()
+        if self._mean is not None and self.lr_scheduler.gradients == "shared":
             self._mean(self.partitions.gradients())
             self.partitions.noticed()
         # DeepSpeed must not step the scheduler: it would not on an overflow, and replicas that
@@ -198,7 +200,9 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         return True
 
     def _apart(self) -> bool:
-        """Whether a replica needs a place of its own; an averaging under way is folded in."""
+        """Whether a replica needs a place of its own; an averaging under way is folded in, and a
+        heat of a race starts again."""
+        self.lr_scheduler.restart_heat()
         self.round.complete()
         config = self.round.config
         scale = self.fp16_enabled() and config.gradients == "local"

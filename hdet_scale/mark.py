@@ -1,0 +1,81 @@
+"""A mark: where the replicas were, so that they can go back there.
+
+Memory: one copy of what a converge averages on this rank (its shards of the parameters, the float
+buffers), and of the optimizer's state, which at the start of a run is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_scale.averaged import Averaged
+from hdet_scale.converge import local
+
+
+class Mark:
+    """Parameters, buffers and optimizer state of one moment on this rank."""
+
+    def __init__(self, averaged: Averaged) -> None:
+        self.averaged = averaged
+        self.tensors = [_copy(t) for t in self._targets()]
+        state = averaged.optimizer.state
+        self.state = [_copied(state[p]) if p in state else None for p in self._params()]
+        self.counts = [g.get("step") for g in averaged.optimizer.param_groups]
+
+    def _params(self) -> list[Tensor]:
+        return self.averaged.stepped()
+
+    def _targets(self) -> list[Tensor]:
+        """The parameters themselves: an fp32 master is part of the optimizer's state."""
+        return [local(p) for p in self._params()] + [local(b) for b in self.averaged.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back, to the bit; engines round their 16-bit copies again."""
+        for target, kept in zip(self._targets(), self.tensors, strict=True):
+            target.copy_(kept)
+        optimizer = self.averaged.optimizer
+        for p, kept_state in zip(self._params(), self.state, strict=True):
+            if kept_state is None:
+                # A fresh start is not a state of zeros: SGD's first step copies the gradient.
+                optimizer.state.pop(p, None)
+            else:
+                _put_back(optimizer.state[p], kept_state)
+        for group, count in zip(optimizer.param_groups, self.counts, strict=True):
+            if count is not None:
+                group["step"] = count
+            else:
+                group.pop("step", None)
+        self.averaged.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank in the middle of a race."""
+        return {"tensors": self.tensors, "state": self.state, "counts": self.counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become another mark of the same model."""
+        for mine, kept in zip(self.tensors, state["tensors"], strict=True):
+            mine.copy_(kept)
+        self.state, self.counts = list(state["state"]), list(state["counts"])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local(tensor).detach().clone()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _put_back(state: dict[str, Any], kept: Mapping[str, Any]) -> None:
+    for name in [k for k in state if k not in kept]:
+        del state[name]
+    for name, value in kept.items():
+        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+            local(state[name]).copy_(value)
+        else:
+            state[name] = value

@@ -1,0 +1,309 @@
+"""The race: short but complete schedules at learning rates over decades, judged after their decay.
+
+A loss in the middle of a run charges a high learning rate for noise that its decay would have
+removed, so that every rule that compares such losses ends too low. A race compares what is left
+after the decay. From the same weights, with its own gradients alone, replica r runs h steps of
+
+    eta_r(i) = eta_peak exp(x_r) / c * s(i, h)            s: warm-up, cosine to zero
+
+and is judged by its loss on common probe batches. Two stages: K levels x of a factor four around
+the learning rate given, then K levels over four octaves around the best of those. The minimum of a
+parabola through the levels around the best is what was found. The replicas then go back to where
+the race began, and the run starts with eta_peak exp(x*).
+
+c translates: a replica of the race has 1/N of the batch and a small part h/S of the steps, and the
+best learning rate moves with both,
+
+    c = N^alpha (h / S)^beta
+
+with exponents that were fitted on small tasks for each family of optimizers (docs/controller.md):
+the larger batch of the run allows more, its longer horizon less.
+
+The learning rate given is a level of both stages. Only if what was found beats it by more than
+twice the scatter of the levels around the parabola does it replace it.
+
+Pure: no torch, no process group. A round of the race costs the run 3 K numbers whatever N is:
+counts, sums and sums of squares of the losses at each level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SHARES = (0.03, 0.055)
+"""Of the run's steps, for the first and the second stage."""
+COARSE = math.log(4.0)
+"""Distance of the levels of the first stage when there are eight."""
+FINE = math.log(4.0)
+"""Half of the span of the second stage."""
+SMALLEST_MOVE = math.log(1.25)
+"""Less than a race can tell apart."""
+WARM = 0.05
+"""Share of a heat that is its warm-up."""
+EXPONENTS = {"adaptive": (0.15, 0.4), "gradient": (0.5, 0.05)}
+"""(alpha, beta) of optimizers that divide by the gradient's size, and of those that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is known of one learning rate: sums over the replicas that ran it to the end."""
+
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, loss: float) -> Level:
+        """One replica's loss; one that is not finite has nothing to add."""
+        return cls(1.0, loss, loss * loss) if math.isfinite(loss) else cls()
+
+    def __add__(self, other: Level) -> Level:
+        return Level(
+            self.count + other.count, self.total + other.total, self.squares + other.squares
+        )
+
+    @property
+    def mean(self) -> float:
+        """Infinite where every replica diverged."""
+        return self.total / self.count if self.count else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """What the replicas run next."""
+
+    stage: int
+    index: int
+    """Of the heats of the stage, where there are fewer replicas than levels."""
+    steps: int
+    levels: tuple[int, ...]
+    """The level of each replica."""
+    multipliers: tuple[float, ...]
+    """For each replica what its peak learning rate is, times the schedule's peak."""
+
+
+def shape(i: int, steps: int) -> float:
+    """s(i, h): linear warm-up over the first steps, then a cosine that ends at zero."""
+    warm = max(1, round(WARM * steps))
+    if i < warm:
+        return (i + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (i - warm) / (steps - warm)))
+
+
+class Race:
+    """The rule: heats out, levels in, and at the end a scale for the schedule."""
+
+    def __init__(self, *, replicas: int, total_steps: int, adaptive: bool) -> None:
+        if replicas < 1:
+            raise ValueError(f"a race needs at least one replica, got {replicas}")
+        self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
+        self.size = 8 if replicas < 16 else 16
+        self.heats = -(-self.size // replicas)
+        shortest = min(self._steps(stage) for stage in (0, 1))
+        if shortest < 4:
+            raise ValueError(
+                f"total_steps={total_steps} leaves heats of {shortest} steps for {replicas} "
+                f"replicas: a race needs {math.ceil(4 * self.heats / min(SHARES))} steps in all; "
+                "use rule='none' for shorter runs"
+            )
+        self.stage, self.index = 0, 0
+        self.offsets = [COARSE * (8 * k / self.size - 4) for k in range(self.size)]
+        self.seen = [Level() for _ in range(self.size)]
+        self.found = 0.0
+        self.verdict = ""
+
+    def _steps(self, stage: int) -> int:
+        return int(SHARES[stage] * self.total_steps) // self.heats
+
+    @property
+    def budget(self) -> int:
+        """Steps of the whole race."""
+        return sum(self._steps(stage) * self.heats for stage in (0, 1))
+
+    @property
+    def over(self) -> bool:
+        """True when there is nothing left to run."""
+        return self.stage > 1
+
+    @property
+    def scale(self) -> float:
+        """What the schedule is multiplied with: 1.0 until the race is over, and where the
+        learning rate given was not beaten."""
+        return math.exp(self.found) if self.over else 1.0
+
+    def translation(self, stage: int) -> float:
+        """c: a learning rate of the run over that of a replica which stands for it."""
+        alpha, beta = EXPONENTS["adaptive" if self.adaptive else "gradient"]
+        horizon = self._steps(stage) / self.total_steps
+        return math.exp(alpha * math.log(self.replicas) + beta * math.log(horizon))
+
+    def heat(self) -> Heat:
+        """The heat that is under way."""
+        first = self.index * self.replicas
+        levels = tuple((first + r) % self.size for r in range(self.replicas))
+        c = self.translation(self.stage)
+        return Heat(
+            self.stage,
+            self.index,
+            self._steps(self.stage),
+            levels,
+            tuple(math.exp(self.offsets[k]) / c for k in levels),
+        )
+
+    def close(self, levels: Sequence[Level]) -> str:
+        """Take in what a heat showed of each level, and go on; says what was decided."""
+        if self.over:
+            raise ValueError("the race is over: there is no heat to close")
+        if len(levels) != self.size:
+            raise ValueError(f"a race of {self.size} levels, got {len(levels)}")
+        self.seen = [a + b for a, b in zip(self.seen, levels, strict=True)]
+        self.index += 1
+        if self.index < self.heats:
+            return ""
+        self.verdict = self._coarse() if self.stage == 0 else self._fine()
+        self.index = 0
+        self.stage += 1
+        self.seen = [Level() for _ in range(self.size)]
+        return self.verdict
+
+    def skip(self) -> None:
+        """No race: the schedule given stays."""
+        self.stage, self.found, self.verdict = 2, 0.0, "no race was run"
+
+    # -- verdicts -------------------------------------------------------------------------------
+
+    def _coarse(self) -> str:
+        """The best decade; the levels of the second stage around it."""
+        losses = [level.mean for level in self.seen]
+        best = min(range(self.size), key=losses.__getitem__)
+        if not math.isfinite(losses[best]):
+            self.stage = 1
+            return "no learning rate of the race stayed finite: the schedule given stays"
+        middle = Parabola.through(self.offsets, losses, self.size // 4).minimum
+        given = losses[self.size // 2]
+        self.found = middle
+        self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
+        if abs(middle) <= FINE:
+            nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
+            self.offsets[nearest] = 0.0
+        return (
+            f"best around {math.exp(middle):.3g} x the learning rate given (loss "
+            f"{losses[best]:.4g}, given {given:.4g})"
+        )
+
+    def _fine(self) -> str:
+        losses = [level.mean for level in self.seen]
+        if not any(math.isfinite(x) for x in losses):
+            self.found = 0.0
+            return "no learning rate of the second stage stayed finite: the schedule given stays"
+        curve = Parabola.through(self.offsets, losses, self.size // 4)
+        if 0.0 in self.offsets:
+            gain = losses[self.offsets.index(0.0)] - curve.lowest
+            if not gain > 2 * curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
+                self.found = 0.0
+                return (
+                    f"{math.exp(curve.minimum):.3g} x the learning rate given is ahead of it by "
+                    f"{gain:.3g} in the loss, with a scatter of {curve.scatter:.3g}: the schedule "
+                    "given stays"
+                )
+        self.found = curve.minimum
+        return f"found {math.exp(self.found):.3g} x the learning rate given"
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, the same on every rank."""
+        return {
+            "replicas": self.replicas,
+            "total_steps": self.total_steps,
+            "stage": self.stage,
+            "index": self.index,
+            "offsets": list(self.offsets),
+            "seen": [[x.count, x.total, x.squares] for x in self.seen],
+            "found": self.found,
+            "verdict": self.verdict,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another race stopped."""
+        self.check_state(state)
+        self.stage, self.index = int(state["stage"]), int(state["index"])
+        self.offsets = [float(x) for x in state["offsets"]]
+        self.seen = [Level(*map(float, row)) for row in state["seen"]]
+        self.found, self.verdict = float(state["found"]), str(state["verdict"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a race of other replicas or another length; once it is over, it fits any."""
+        same = (state["replicas"], state["total_steps"]) == (self.replicas, self.total_steps)
+        if int(state["stage"]) <= 1 and not same:
+            raise ValueError(
+                f"the state was saved in a race of {state['replicas']} replicas and "
+                f"{state['total_steps']} steps, and this run has {self.replicas} and "
+                f"{self.total_steps}: resume with the same, or from a checkpoint after the race"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Parabola:
+    """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest."""
+
+    minimum: float
+    """Where it is lowest, at most one level from the lowest level."""
+    lowest: float
+    """Its value there."""
+    scatter: float
+    """Standard deviation of the levels around it; 0 where it goes through all of them."""
+
+    @classmethod
+    def through(cls, xs: Sequence[float], ys: Sequence[float], width: int) -> Parabola:
+        """By least squares over at most `width` finite levels on each side of the lowest."""
+        best = min(range(len(ys)), key=ys.__getitem__)
+        near = [
+            k
+            for k in range(max(0, best - width), min(len(ys), best + width + 1))
+            if math.isfinite(ys[k])
+        ]
+        middle = xs[best]
+        if len(near) < 3:
+            return cls(middle, ys[best], 0.0)
+        u = [xs[k] - middle for k in near]
+        v = [ys[k] - ys[best] for k in near]
+        c0, c1, c2 = _least_squares(u, v)
+        left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
+        spare = len(near) - 3
+        scatter = math.sqrt(math.fsum(e * e for e in left) / spare) if spare else 0.0
+        gap = max(b - a for a, b in itertools.pairwise(u))
+        # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
+        at = max(-gap, min(gap, -c1 / (2 * c2))) if c2 > 0 else 0.0
+        lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
+        return cls(middle + at, ys[best] + lowest, scatter)
+
+
+def _least_squares(u: Sequence[float], v: Sequence[float]) -> tuple[float, float, float]:
+    """Coefficients of 1, u, u^2; Gram-Schmidt on three columns, which stays exact enough."""
+    one = [1.0] * len(u)
+    basis: list[list[float]] = []
+    weights: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
+    for power, column in enumerate((one, list(u), [x * x for x in u])):
+        mix = [0.0, 0.0, 0.0]
+        mix[power] = 1.0
+        rest = list(column)
+        for earlier, terms in zip(basis, weights, strict=True):
+            share = _dot(column, earlier) / _dot(earlier, earlier)
+            rest = [x - share * y for x, y in zip(rest, earlier, strict=True)]
+            mix = [x - share * y for x, y in zip(mix, terms, strict=True)]
+        basis.append(rest)
+        weights.append(mix)
+    out = [0.0, 0.0, 0.0]
+    for vector, terms in zip(basis, weights, strict=True):
+        share = _dot(v, vector) / _dot(vector, vector)
+        out = [x + share * y for x, y in zip(out, terms, strict=True)]
+    return out[0], out[1], out[2]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))

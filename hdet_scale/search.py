@@ -1,0 +1,250 @@
+"""The search: a race before the run, inside its steps.
+
+    heat     every replica trains alone for h steps with its own peak learning rate, from the mark
+    judge    loss of its weights on the probe's batches; one all-reduce of 3 K sums
+    rewind   back to the mark; the next heat, or the run with what was found
+
+While it lasts, gradients stay local and the user's schedule stands still. Then the schedule is
+played from its start in the steps that are left, times what was found, and nothing of the search
+remains: no collective, no probe, no copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_scale.mark import Mark
+from hdet_scale.probe import Probe, mean_of
+from hdet_scale.race import Level, Race, shape
+from hdet_scale.round import LossMeter, Round, RoundRecord
+from hdet_scale.topology import Replicas
+
+logger = logging.getLogger("hdet_scale")
+
+
+class Search:
+    """Runs a race's heats on this replica; an exploring scheduler counts its steps here first."""
+
+    def __init__(
+        self,
+        rule: Race,
+        cycle: Round,
+        *,
+        peaks: Sequence[float],
+        switch: Callable[[str], None],
+    ) -> None:
+        self.rule, self.cycle, self.switch = rule, cycle, switch
+        self.peaks = [float(x) for x in peaks]
+        self.probe: Probe | None = None
+        self.step = 0
+        """Of the heat."""
+        self.done = 0
+        """Steps of the search in all."""
+        self.played = 0
+        """Steps of the run since."""
+        self.meter = LossMeter()
+        self._mark: Mark | None = None
+        self._orphan = False
+        if self.active:
+            switch("local")
+
+    @property
+    def replicas(self) -> Replicas:
+        """This rank's place."""
+        return self.cycle.replicas
+
+    @property
+    def active(self) -> bool:
+        """False once the race is over."""
+        return not self.rule.over
+
+    @property
+    def between_heats(self) -> bool:
+        """True while replicas are where they began: one checkpoint is right for all."""
+        return self.step == 0
+
+    def write(self) -> None:
+        """Give the next step peak x multiplier x s(i, h) on this replica."""
+        heat = self.rule.heat()
+        factor = heat.multipliers[self.replicas.rank] * shape(self.step, heat.steps)
+        for target, peak in zip(self.cycle.factors, self.peaks, strict=True):
+            target.write(peak * factor, 1.0)
+
+    def before_step(self) -> None:
+        """Mark the place before the first step of the race changes it."""
+        if self._orphan:
+            raise RuntimeError(
+                f"this state was saved {self.step} steps into a heat of the race, where every "
+                "replica has weights of its own: load replica_state_dict() too, or save after "
+                "agree_for_checkpoint(), which starts the heat again"
+            )
+        if self.active and self._mark is None:
+            self._mark = Mark(self.cycle.averaged)
+
+    def count(self, loss: Tensor | float | None) -> None:
+        """One optimizer step of a heat is done; judges and rewinds at its end."""
+        self.cycle.connect()
+        heat = self.rule.heat()
+        if self.step == heat.steps * 2 // 3:
+            self.meter.reset()  # without a probe the end of the decay is what counts
+        if loss is not None:
+            self.meter.add(loss)
+        self.step += 1
+        self.done += 1
+        if self.step >= heat.steps:
+            self._judge()
+
+    def rehome(self) -> None:
+        """Other replicas than those the race was laid out for: a new one, from its start."""
+        if self.active and self.rule.replicas != self.replicas.size:
+            fresh = Race(
+                replicas=self.replicas.size,
+                total_steps=self.rule.total_steps,
+                adaptive=self.rule.adaptive,
+            )
+            self.rule = fresh
+
+    def restart(self) -> None:
+        """The heat from its beginning, on every rank: replicas agree where they began."""
+        if self.active and self.step:
+            logger.info("a heat of the race starts again: its replicas must agree now")
+            self._rewind()
+
+    def _rewind(self) -> None:
+        if self._mark is not None:  # a replica that skipped all its steps is still there
+            self._mark.restore()
+        self.step = 0
+        self.meter.reset()
+
+    def _judge(self) -> None:
+        heat, start = self.rule.heat(), time.perf_counter()
+        losses = self._own_losses()
+        seconds = time.perf_counter() - start
+        levels = self._share(heat.levels[self.replicas.rank], mean_of(losses))
+        values = [[p * m for m in heat.multipliers] for p in self.peaks]
+        self._rewind()
+        verdict = self.rule.close(levels)
+        if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
+            logger.info("race, step %d: %s", self.done, verdict)
+        self._publish(heat.levels, levels, values, verdict, losses, seconds)
+        if self.rule.over:
+            self._end()
+
+    def _end(self) -> None:
+        self._mark = None
+        self.cycle.steering.found = [self.rule.scale] * len(self.cycle.factors)
+        self.switch(self.cycle.config.gradients)
+
+    def _own_losses(self) -> list[float]:
+        """On the probe's batches; without a probe the mean training loss of the heat's end."""
+        if self.probe is not None:
+            return self.probe()
+        if not self.meter.count:
+            return [math.nan]
+        return [self.meter.total() / self.meter.count]
+
+    def _share(self, level: int, loss: float) -> list[Level]:
+        """Sums over all replicas at each level: 3 K numbers whatever the number of replicas."""
+        device = self.cycle.averaged.parameters()[0].device
+        loss = self.replicas.shard_mean(loss, device)
+        mine = [Level.of(loss) if k == level else Level() for k in range(self.rule.size)]
+        flat = [x for item in mine for x in (item.count, item.total, item.squares)]
+        summed = self.replicas.sum(flat, device)
+        return [Level(*summed[i : i + 3]) for i in range(0, len(summed), 3)]
+
+    def _publish(
+        self,
+        places: Sequence[int],
+        levels: Sequence[Level],
+        values: Sequence[Sequence[float]],
+        verdict: str,
+        losses: Sequence[float],
+        seconds: float,
+    ) -> None:
+        names = [f.name for f in self.cycle.factors]
+        record = RoundRecord(
+            round=self.rule.stage * self.rule.heats + self.rule.index - 1,
+            step=self.done,
+            losses=tuple(levels[k].mean for k in places),
+            values={n: tuple(v) for n, v in zip(names, values, strict=True)},
+            bases={n: p * self.rule.scale for n, p in zip(names, self.peaks, strict=True)},
+            velocities={},
+            quarantined=(),
+            seconds=0.0,
+            wire_bytes=0,
+            phase="race",
+            verdict=verdict,
+            probe_losses=tuple(losses),
+            probe_seconds=seconds,
+        )
+        for listener in self.cycle.listeners:
+            listener(record)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank."""
+        return {
+            "rule": self.rule.state_dict(),
+            "step": self.step,
+            "done": self.done,
+            "played": self.played,
+        }
+
+    def replica_state_dict(self) -> dict[str, Any]:
+        """This replica's own: the mark and the losses of the heat."""
+        mark = self._mark.state_dict() if self._mark is not None and self.step else None
+        return {"mark": mark, "losses": self.meter.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on where another search stopped; the state of a run without one has none to make."""
+        if state is None:
+            self.rule.skip()
+            self.step = self.done = self.played = 0
+        else:
+            self.rule.load_state_dict(state["rule"])
+            self.step, self.done = int(state["step"]), int(state["done"])
+            self.played = int(state["played"])
+        self._mark, self._orphan = None, self.active and self.step > 0
+        self.meter.reset()
+        self.switch("local" if self.active else self.cycle.config.gradients)
+
+    def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After `load_state_dict`."""
+        self.meter.load_state_dict(state["losses"])
+        if state["mark"] is not None:
+            self._mark = Mark(self.cycle.averaged)
+            self._mark.load_state_dict(state["mark"])
+            self._orphan = False
+
+
+def peaks_of(scheduler: Any, total_steps: int) -> list[float]:
+    """The highest learning rate of each param group over a whole schedule.
+
+    The schedule is played through and put back: schedulers compute the next value from the last
+    one in ways of their own, so that nothing shorter is right for all of them.
+    """
+    groups = scheduler.optimizer.param_groups
+    before, state = [g["lr"] for g in groups], scheduler.state_dict()
+    kept = [x.clone() if isinstance(x, Tensor) else x for x in before]
+    peaks = [float(x) for x in before]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for _ in range(total_steps):
+            scheduler.step()
+            peaks = [max(p, float(g["lr"])) for p, g in zip(peaks, groups, strict=True)]
+        scheduler.load_state_dict(state)
+    for group, old, value in zip(groups, before, kept, strict=True):
+        if isinstance(old, Tensor):
+            old.copy_(value)
+        else:
+            group["lr"] = old
+    return peaks
