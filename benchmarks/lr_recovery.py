@@ -253,10 +253,15 @@ class Arbiter:
         self.rows.append(row)
         self.known.add(self._key(row))
 
-    def grid(self, task: Task, steps: int, seed: int) -> None:
+    def grid(self, task: Task, steps: int, seed: int, powers: Iterable[int] = GRID) -> None:
         """One row for each learning rate of the grid; all of them run at once."""
-        rates = [task.around * 2.0**k for k in GRID]
-        if all((task.name, steps, seed, "grid", round(x, 12)) in self.known for x in rates):
+        rates = [task.around * 2.0**k for k in powers]
+        rates = [
+            x
+            for x in rates
+            if (task.name, steps, seed, "grid", round(x, 12)) not in self.known
+        ]  # fmt: skip
+        if not rates:
             return
         began = time.perf_counter()
         losses = fixed(task, seed, steps, rates)
@@ -264,6 +269,17 @@ class Arbiter:
         for rate, loss in zip(rates, losses, strict=True):
             found = {"loss": loss, "rate": rate, "extra": 0.0, "seconds": seconds}
             self.run(task, steps, seed, "grid", rate, lambda found=found: found)  # type: ignore[misc]
+
+    def whole_grid(self, task: Task, steps: int, seeds: int) -> None:
+        """The grid of all seeds, continued where its best is at an edge."""
+        first, last = GRID[0], GRID[-1]
+        for _ in range(4):
+            for seed in range(seeds):
+                self.grid(task, steps, seed, range(first, last + 1))
+            at = round(math.log2(self.best(task.name, steps)[0] / task.around))
+            if first < at < last:
+                return
+            first, last = min(first, at - 2), max(last, at + 2)
 
     def best(self, task: str, steps: int) -> tuple[float, dict[int, float]]:
         """The learning rate with the lowest mean over seeds, and its loss for each seed."""
@@ -403,9 +419,8 @@ def main(arguments: list[str] | None = None) -> None:
         given.tasks, given.seeds, given.lengths = "denoise,ngram", 1, "800"
     if not given.table:
         for steps in map(int, given.lengths.split(",")):
-            for seed in range(given.seeds):
-                for name in given.tasks.split(","):
-                    arbiter.grid(TASKS[name], steps, seed)
+            for name in given.tasks.split(","):
+                arbiter.whole_grid(TASKS[name], steps, given.seeds)
             for seed in range(given.seeds):
                 for name in given.tasks.split(","):
                     arbiter.contenders(TASKS[name], steps, seed, short=given.short)

@@ -19,8 +19,8 @@ best learning rate moves with both,
 with exponents that were fitted on small tasks for each family of optimizers (docs/controller.md):
 the larger batch of the run allows more, its longer horizon less.
 
-The learning rate given is a level of both stages. Only if what was found beats it by more than
-twice the scatter of the levels around the parabola does it replace it.
+The learning rate given is a level of the race. Only if what was found beats it by more than the
+scatter of the levels around the parabola does it replace it.
 
 Pure: no torch, no process group. A round of the race costs the run 3 K numbers whatever N is:
 counts, sums and sums of squares of the losses at each level.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,7 @@ class Race:
         self.stage, self.index = 0, 0
         self.offsets = [COARSE * (8 * k / self.size - 4) for k in range(self.size)]
         self.seen = [Level() for _ in range(self.size)]
+        self.lead = 0.0
         self.found = 0.0
         self.verdict = ""
 
@@ -179,13 +181,13 @@ class Race:
     def _coarse(self) -> str:
         """The best decade; the levels of the second stage around it."""
         losses = [level.mean for level in self.seen]
-        best = min(range(self.size), key=losses.__getitem__)
+        best = min(range(self.size), key=lambda k: (losses[k], abs(self.offsets[k])))
         if not math.isfinite(losses[best]):
             self.stage = 1
             return "no learning rate of the race stayed finite: the schedule given stays"
         middle = Parabola.through(self.offsets, losses, self.size // 4).minimum
         given = losses[self.size // 2]
-        self.found = middle
+        self.lead = given - losses[best]
         self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
         if abs(middle) <= FINE:
             nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
@@ -198,20 +200,19 @@ class Race:
     def _fine(self) -> str:
         losses = [level.mean for level in self.seen]
         if not any(math.isfinite(x) for x in losses):
-            self.found = 0.0
             return "no learning rate of the second stage stayed finite: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, self.size // 4)
-        if 0.0 in self.offsets:
-            gain = losses[self.offsets.index(0.0)] - curve.lowest
-            if not gain > 2 * curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
-                self.found = 0.0
-                return (
-                    f"{math.exp(curve.minimum):.3g} x the learning rate given is ahead of it by "
-                    f"{gain:.3g} in the loss, with a scatter of {curve.scatter:.3g}: the schedule "
-                    "given stays"
-                )
+        # Outside the span of this stage the first one compared what is best with what was given.
+        inside = 0.0 in self.offsets
+        gain = losses[self.offsets.index(0.0)] - curve.lowest if inside else self.lead
+        ahead = (
+            f"{math.exp(curve.minimum):.3g} x the learning rate given, ahead of it by {gain:.3g} "
+            f"in the loss with a scatter of {curve.scatter:.3g}"
+        )
+        if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
+            return f"{ahead}: not enough, the schedule given stays"
         self.found = curve.minimum
-        return f"found {math.exp(self.found):.3g} x the learning rate given"
+        return f"found {ahead}"
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -224,6 +225,7 @@ class Race:
             "index": self.index,
             "offsets": list(self.offsets),
             "seen": [[x.count, x.total, x.squares] for x in self.seen],
+            "lead": self.lead,
             "found": self.found,
             "verdict": self.verdict,
         }
@@ -234,7 +236,8 @@ class Race:
         self.stage, self.index = int(state["stage"]), int(state["index"])
         self.offsets = [float(x) for x in state["offsets"]]
         self.seen = [Level(*map(float, row)) for row in state["seen"]]
-        self.found, self.verdict = float(state["found"]), str(state["verdict"])
+        self.lead, self.found = float(state["lead"]), float(state["found"])
+        self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a race of other replicas or another length; once it is over, it fits any."""
@@ -249,7 +252,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Parabola:
-    """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest."""
+    """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest.
+
+    A loss rises like a parabola near its minimum and like a cliff beyond the edge of stability:
+    level k counts with w_k = 1 / (1 + ((y_k - min y) / h)^2), h the median of y_k - min y, so that
+    a cliff neither bends the parabola nor passes for noise.
+    """
 
     minimum: float
     """Where it is lowest, at most one level from the lowest level."""
@@ -261,49 +269,51 @@ class Parabola:
     @classmethod
     def through(cls, xs: Sequence[float], ys: Sequence[float], width: int) -> Parabola:
         """By least squares over at most `width` finite levels on each side of the lowest."""
-        best = min(range(len(ys)), key=ys.__getitem__)
+        best = min(range(len(ys)), key=lambda k: (ys[k], abs(xs[k])))
         near = [
             k
             for k in range(max(0, best - width), min(len(ys), best + width + 1))
             if math.isfinite(ys[k])
         ]
-        middle = xs[best]
         if len(near) < 3:
-            return cls(middle, ys[best], 0.0)
-        u = [xs[k] - middle for k in near]
+            return cls(xs[best], ys[best], 0.0)
+        u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
-        c0, c1, c2 = _least_squares(u, v)
+        typical = statistics.median(y - ys[best] for y in ys if math.isfinite(y))
+        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
+        c0, c1, c2 = _least_squares(u, v, weights)
         left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
-        spare = len(near) - 3
-        scatter = math.sqrt(math.fsum(e * e for e in left) / spare) if spare else 0.0
+        squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))
+        spare = math.fsum(weights) * (len(near) - 3) / len(near)
+        scatter = math.sqrt(squares / spare) if spare > 0 else 0.0
         gap = max(b - a for a, b in itertools.pairwise(u))
         # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
         at = max(-gap, min(gap, -c1 / (2 * c2))) if c2 > 0 else 0.0
         lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
-        return cls(middle + at, ys[best] + lowest, scatter)
+        return cls(xs[best] + at, ys[best] + lowest, scatter)
 
 
-def _least_squares(u: Sequence[float], v: Sequence[float]) -> tuple[float, float, float]:
+def _least_squares(
+    u: Sequence[float], v: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float, float]:
     """Coefficients of 1, u, u^2; Gram-Schmidt on three columns, which stays exact enough."""
-    one = [1.0] * len(u)
     basis: list[list[float]] = []
-    weights: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
-    for power, column in enumerate((one, list(u), [x * x for x in u])):
-        mix = [0.0, 0.0, 0.0]
-        mix[power] = 1.0
+    mixes: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
+    for power, column in enumerate(([1.0] * len(u), list(u), [x * x for x in u])):
+        mix = [float(power == k) for k in range(3)]
         rest = list(column)
-        for earlier, terms in zip(basis, weights, strict=True):
-            share = _dot(column, earlier) / _dot(earlier, earlier)
+        for earlier, terms in zip(basis, mixes, strict=True):
+            share = _dot(column, earlier, weights) / _dot(earlier, earlier, weights)
             rest = [x - share * y for x, y in zip(rest, earlier, strict=True)]
             mix = [x - share * y for x, y in zip(mix, terms, strict=True)]
         basis.append(rest)
-        weights.append(mix)
+        mixes.append(mix)
     out = [0.0, 0.0, 0.0]
-    for vector, terms in zip(basis, weights, strict=True):
-        share = _dot(v, vector) / _dot(vector, vector)
+    for vector, terms in zip(basis, mixes, strict=True):
+        share = _dot(v, vector, weights) / _dot(vector, vector, weights)
         out = [x + share * y for x, y in zip(out, terms, strict=True)]
     return out[0], out[1], out[2]
 
 
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(w * x * y for w, x, y in zip(weights, a, b, strict=True))

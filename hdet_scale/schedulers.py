@@ -32,6 +32,13 @@ from hdet_scale.search import Search, peaks_of
 from hdet_scale.topology import Replicas, is_distributed
 
 
+PRIVATE = {
+    "optimizer", "engine_obeys",
+    "_round", "_undo", "_search", "_wrapped", "_local", "_watching",
+}  # fmt: skip
+"""Attributes that are no part of a scheduler's state."""
+
+
 class Exploring:
     """What both schedulers offer on top of a torch scheduler; it is given a Round."""
 
@@ -44,6 +51,7 @@ class Exploring:
     """An engine asks `gradients` at each step."""
     _local: list[Callable[[], None]]
     _wrapped: list[DistributedDataParallel]
+    _watching: list[Callable[[], None]]
     _schedule: list[float]
     """What the schedule says for the next step, one value a factor."""
 
@@ -126,9 +134,11 @@ class Exploring:
 
     def _searched(self, loss: Tensor | float | None) -> bool:
         """True when the step that is done belongs to the race: the schedule stands still."""
-        if self._search is None or not self._search.active:
+        if self._search is None or not self.searching:
             return False
         self._search.count(loss)
+        if not self.searching:
+            self._unwatch()
         return True
 
     def _turns(self) -> int:
@@ -188,11 +198,25 @@ class Exploring:
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove, lambda: self._switch_gradients("")]
         if self._search is not None:
-            marking = self.optimizer.register_step_pre_hook(self.before_step)
-            self._undo.append(marking.remove)
+            self._watch(model)
+            self._undo.append(self._unwatch)
+
+    def _watch(self, model: nn.Module | None) -> None:
+        """Mark where a heat begins: before the first forward, which moves BatchNorm's statistics,
+        or at least before the first step."""
+        self._watching = [self.optimizer.register_step_pre_hook(self.before_step).remove]
+        if model is not None:
+            hook = model.register_forward_pre_hook(
+                lambda module, _: self.before_step() if module.training else None
+            )
+            self._watching.append(hook.remove)
+
+    def _unwatch(self) -> None:
+        while self._watching:
+            self._watching.pop()()
 
     def before_step(self, *_: object) -> None:
-        """A hook of the optimizer: the race marks where it begins."""
+        """A hook of the model and the optimizer: the race marks where it begins."""
         search = self._search
         if search is None or not search.active:
             return
@@ -258,6 +282,8 @@ class Exploring:
         self.engine_obeys = True
         if self._search is not None:
             self._search.rehome()
+            self._unwatch()
+            self._watch(model)
         self._write()
 
     def detach(self) -> None:
@@ -415,8 +441,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's keys, with the shared base for `_last_lr`, and "hdet" for the round."""
-        private = ("optimizer", "_round", "_undo", "_search", "_wrapped", "_local", "engine_obeys")
-        state = {k: v for k, v in self.__dict__.items() if k not in private}
+        state = {k: v for k, v in self.__dict__.items() if k not in PRIVATE}
         state |= {"_last_lr": self.get_base_lr(), "hdet": self._round.state_dict()}
         if self._search is not None:
             state["search"] = self._search.state_dict()

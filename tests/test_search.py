@@ -1,0 +1,472 @@
+"""The search in real processes: local heats, rewind, resume, and plain training afterwards."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+
+from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR
+from hdet_scale.probe import Probe, common_batches
+from hdet_scale.search import peaks_of
+from tests.fleet import Fleet
+from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
+from tests.traffic import traffic
+
+S = 600
+KINDS = ("one cycle", "cosine")
+
+
+def optimizer_for(model: nn.Module, kind: str = "adamw", lr: float = 3e-5) -> Optimizer:
+    if kind == "sgd":
+        return SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
+    return {"adamw": AdamW, "fused": FusedAdamW}[kind](model.parameters(), lr=lr)
+
+
+def common(model: nn.Module) -> Any:
+    """The same four batches on every rank."""
+
+    def losses() -> Any:
+        for i in range(4):
+            x, y = batch(10_000 + i, 0)
+            yield (model(x) - y).square().mean()
+
+    return losses
+
+
+class Run:
+    """Everything a script builds."""
+
+    def __init__(
+        self, rank: int, kind: str = "one cycle", lr: float = 3e-5, *, how: str = "adamw"
+    ) -> None:
+        self.rank = rank
+        self.model = toy(rank, norm=True, rebuild=False)
+        self.optimizer = optimizer_for(self.model, how, lr)
+        probe = common(self.model)
+        if kind == "one cycle":
+            self.scheduler: Any = OneCycleAutoLR(
+                self.optimizer, lr, total_steps=S, rule="auto", model=self.model, probe=probe,
+                cycle_momentum=False,
+            )  # fmt: skip
+        else:
+            config = HDETConfig(rule="auto", total_steps=S)
+            inner = CosineAnnealingLR(self.optimizer, S)
+            self.scheduler = AutoLR(inner, config, model=self.model, probe=probe)
+        self.step = 0
+        self.rates: list[float] = []
+        self.records: list[Any] = []
+        self.scheduler.on_round(self.records.append)
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            loss = learn(self.model, self.optimizer, self.step, self.rank)
+            self.scheduler.step(loss)
+            self.step += 1
+
+    def save(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "own": self.scheduler.replica_state_dict(),
+                "step": self.step,
+            }
+        )
+
+    def load(self, saved: dict[str, Any], *, own: bool = True) -> None:
+        saved = copy.deepcopy(saved)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scheduler.load_state_dict(saved["scheduler"])
+        if own:
+            self.scheduler.load_replica_state_dict(saved["own"])
+        self.step = saved["step"]
+
+    def everything(self) -> Any:
+        return bits(
+            [
+                parameters(self.model),
+                buffers(self.model),
+                moments(self.optimizer),
+                self.scheduler.state_dict()["search"],
+                self.scheduler.get_last_lr(),
+            ]
+        )
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["adamw", "sgd", "fused"])
+def test_one_replica_finds_a_better_rate_and_goes_back_to_its_start(how: str) -> None:
+    torch.manual_seed(0)
+    model = toy(wrap=False, norm=True)
+    start, before = parameters(model), buffers(model)
+    optimizer = optimizer_for(model, how, 1e-5)
+    scheduler = OneCycleAutoLR(
+        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, probe=common(model),
+        cycle_momentum=False,
+    )  # fmt: skip
+    step = 0
+    while scheduler.searching:
+        assert scheduler._round.steering.found[0] == 1.0
+        scheduler.step(learn(model, optimizer, step, 0))
+        step += 1
+    assert same(parameters(model), start)
+    assert same(buffers(model), before)
+    assert not any(optimizer.state.values())
+    assert step == scheduler._search.rule.budget
+    assert scheduler._round.steering.found[0] > 10, scheduler.verdict
+
+
+def test_the_first_step_after_the_race_is_the_first_step_of_a_fresh_run() -> None:
+    """Also for SGD, whose first step is not that of zeroed momentum with dampening."""
+    model, other = toy(wrap=False), toy(wrap=False)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9, dampening=0.5)
+    schedule = LambdaLR(optimizer, lambda _: 1e-4)
+    config = HDETConfig(rule="race", total_steps=2 * S)
+    scheduler = AutoLR(schedule, config, model=model, probe=common(model))
+    step = 0
+    while scheduler.searching:
+        scheduler.step(learn(model, optimizer, step, 0))
+        step += 1
+    rate = scheduler.get_last_lr()[0]
+    plain = SGD(other.parameters(), lr=rate, momentum=0.9, dampening=0.5)
+    for t in range(step, step + 3):
+        learn(model, optimizer, t, 0)
+        learn(other, plain, t, 0)
+    assert same(parameters(model), parameters(other))
+
+
+def test_without_a_probe_the_end_of_each_heat_is_heard() -> None:
+    """The first two thirds of a heat say nothing: a decay has yet to take the noise away."""
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=1e-5)
+    scheduler = OneCycleAutoLR(
+        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, cycle_momentum=False
+    )
+    search, step = scheduler._search, 0
+    assert search is not None
+    while scheduler.searching:
+        heat = search.rule.heat()
+        rate = heat.multipliers[0] * search.rule.translation(heat.stage)
+        late = search.step >= heat.steps * 2 // 3
+        learn(model, optimizer, step, 0)
+        scheduler.step(1.0 + math.log(rate / 20.0) ** 2 if late else 1e6 * rate)
+        step += 1
+    assert scheduler._round.steering.found[0] == pytest.approx(20.0, rel=1e-6)
+
+
+def test_a_run_that_skips_every_step_keeps_its_schedule() -> None:
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    scheduler = OneCycleAutoLR(
+        optimizer, 0.01, total_steps=S * 5, rule="auto", model=model, cycle_momentum=False
+    )
+    start = parameters(model)
+    while scheduler.searching:
+        scheduler.step(None)
+    assert same(parameters(model), start)
+    assert scheduler._round.steering.found == [1.0]
+    assert "stays" in scheduler.verdict
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: CosineAnnealingLR(o, 100),
+        lambda o: LambdaLR(o, lambda t: (t + 1) / 10 if t < 9 else 1 / (t - 8)),
+        lambda o: SequentialLR(
+            o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, 90)], [10]
+        ),
+        lambda o: LambdaLR(o, lambda t: 3.0 if t == 50 else 1.0),
+    ],
+)
+def test_the_peak_of_a_schedule_is_found_and_the_schedule_put_back(make: Any) -> None:
+    def rates(peek: bool) -> list[float]:
+        optimizer = AdamW(toy(wrap=False).parameters(), lr=0.5)
+        scheduler = make(optimizer)
+        peaks = peaks_of(scheduler, 100) if peek else []
+        seen = [optimizer.param_groups[0]["lr"]]
+        for _ in range(100):
+            optimizer.step()
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        if peek:
+            assert peaks == [max(seen)]
+        return seen
+
+    assert rates(True) == rates(False)
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model[2].eval()
+    seen = []
+
+    def losses() -> Any:
+        while True:
+            seen.append((model.training, torch.is_grad_enabled()))
+            yield model(torch.randn(3, 4)).sum() + random.random()
+
+    before = torch.get_rng_state(), random.getstate(), bits(model.state_dict())
+    assert len(Probe(losses, model, 3)()) == 3
+    assert seen == [(False, False)] * 3
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert bits(model.state_dict()) == before[2]
+    assert [m.training for m in model] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda: iter(()), "yielded no loss"),
+        (lambda: iter([torch.ones(2)]), "shape \\[2\\]"),
+    ],
+)
+def test_a_probe_that_is_no_probe(losses: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Probe(losses)()
+
+
+def test_wrong_use_is_refused_at_once() -> None:
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    inner = CosineAnnealingLR(optimizer, 100)
+    with pytest.raises(ValueError, match="must know its length: set total_steps"):
+        AutoLR(inner, HDETConfig(rule="auto"))
+    with pytest.raises(ValueError, match="leaves heats of"):
+        AutoLR(inner, HDETConfig(rule="auto", total_steps=50))
+    with pytest.raises(ValueError, match="asks for no probe"):
+        AutoLR(inner, HDETConfig(rule="paper"), probe=list)
+    with pytest.raises(TypeError, match="callable that yields losses"):
+        AutoLR(inner, HDETConfig(rule="auto", total_steps=5000), probe=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="total_steps must be at least 1"):
+        HDETConfig(rule="auto", total_steps=0)
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def _a_whole_run(rank: int, size: int, kind: str, lr: float) -> Any:
+    """The race, then the run; the same rates on every rank once it is over."""
+    run = Run(rank, kind, lr)
+    start = parameters(run.model)
+    with traffic() as during:
+        while run.scheduler.searching:
+            run.train(run.step + 1)
+        raced = run.step
+        back = same(parameters(run.model), start)
+    with traffic() as after:
+        run.train(raced + 20)
+    run.train(S)
+    found = run.scheduler._round.steering.found[0]
+    return {
+        "raced": raced, "back": back, "during": during, "after": after, "found": found,
+        "rates": run.rates, "parameters": parameters(run.model), "records": run.records,
+    }  # fmt: skip
+
+
+def _plain(rank: int, size: int, raced: int, rates: list[float]) -> tuple[list[Tensor], Any]:
+    """Plain DDP at the rates of the run, from where the race left off."""
+    model = toy(rank, norm=True, rebuild=False)
+    optimizer = optimizer_for(model)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.param_groups[0]["lr"] = rates[step - raced]
+            learn(model, optimizer, step, rank)
+
+    with traffic() as counted:
+        train(raced, raced + 20)
+    train(raced + 20, S)
+    return parameters(model), counted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_race_the_run_is_plain_ddp_bit_for_bit(pair: Fleet, kind: str) -> None:
+    one, two = pair.run(_a_whole_run, kind, 3e-5)
+    assert one["raced"] == two["raced"] <= 0.085 * S
+    assert one["back"]
+    assert two["back"]
+    assert one["found"] == two["found"] > 4
+    # One all-reduce a heat, four heats for two replicas in each stage.
+    assert one["during"] == {"allreduce_": 8}
+    assert one["rates"][one["raced"] :] == two["rates"][two["raced"] :]
+    assert one["rates"][: one["raced"]] != two["rates"][: two["raced"]]
+    plain = pair.run(_plain, one["raced"], one["rates"][one["raced"] :])
+    assert same(one["parameters"], two["parameters"], *(weights for weights, _ in plain))
+    assert one["after"] == plain[0][1]
+    heats = one["records"]
+    assert len(heats) == 8
+    assert [r.phase for r in heats] == ["race"] * 8
+    assert heats[-1].verdict.startswith("found")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_schedule_is_played_in_the_steps_that_are_left(pair: Fleet, kind: str) -> None:
+    got = pair.run(_a_whole_run, kind, 0.01)[0]
+    rates = [x / got["found"] for x in got["rates"][got["raced"] :]]
+    optimizer = AdamW(toy(wrap=False).parameters(), lr=0.01)
+    inner: Any = CosineAnnealingLR(optimizer, S)
+    if kind == "one cycle":
+        inner = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.01, total_steps=S, cycle_momentum=False
+        )
+    whole = []
+    for _ in range(S):
+        whole.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        inner.step()
+    left = S - got["raced"]
+    expected = [whole[t * S // left] for t in range(left)]
+    assert rates == pytest.approx(expected, rel=1e-12)
+
+
+def _interrupted(rank: int, size: int, kind: str, moment: int) -> tuple[Any, Any]:
+    whole = Run(rank, kind)
+    whole.train(moment)
+    saved = whole.save()
+    whole.train(moment + 60)
+    again = Run(rank, kind)
+    again.load(saved)
+    again.train(moment + 60)
+    return whole.everything(), again.everything()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", [1, 4, 5, 16, 30, 44, 200])
+def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: int) -> None:
+    for whole, again in pair.run(_interrupted, kind, moment):
+        assert whole == again
+
+
+def _agreed(rank: int, size: int, moment: int) -> Any:
+    """One checkpoint for all ranks, made in the middle of a heat."""
+    run = Run(rank)
+    start = parameters(run.model)
+    run.train(moment)
+    run.scheduler.agree_for_checkpoint()
+    agreed = same(parameters(run.model), start)
+    saved = run.save()
+    run.train(S // 2)
+    again = Run(rank)
+    again.load(saved, own=False)
+    again.train(S // 2)
+    return agreed, run.everything(), again.everything()
+
+
+@pytest.mark.parametrize("moment", [2, 20, 35])
+def test_a_checkpoint_for_all_starts_the_heat_again(pair: Fleet, moment: int) -> None:
+    for agreed, whole, again in pair.run(_agreed, moment):
+        assert agreed
+        assert whole == again
+
+
+def _orphan(rank: int, size: int) -> str:
+    run = Run(rank)
+    run.train(2)
+    again = Run(rank)
+    again.load(run.save(), own=False)
+    try:
+        again.train(3)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_from_within_a_heat_needs_each_replicas_own(pair: Fleet) -> None:
+    for said in pair.run(_orphan):
+        assert "load replica_state_dict() too" in said
+
+
+def _one_bad(rank: int, size: int) -> Any:
+    run = Run(rank)
+    for _ in range(S // 4):
+        run.rates.append(0.0)
+        loss = learn(run.model, run.optimizer, run.step, rank)
+        if rank == 1 and run.scheduler.searching:
+            with torch.no_grad():
+                next(run.model.parameters()).fill_(math.nan)
+        run.scheduler.step(loss)
+        run.step += 1
+    return run.scheduler._round.steering.found, parameters(run.model), run.scheduler.verdict
+
+
+def test_a_replica_of_nans_is_not_heard_and_goes_back_whole(pair: Fleet) -> None:
+    (one, weights, said), (two, other, _) = pair.run(_one_bad)
+    assert one == two
+    assert same(weights, other)
+    assert all(bool(w.isfinite().all()) for w in weights), said
+
+
+def _unwrapped(rank: int, size: int) -> str:
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="auto", cycle_momentum=False)
+    try:
+        scheduler.step(learn(model, optimizer, 0, rank))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_cannot_part_are_refused(pair: Fleet) -> None:
+    for said in pair.run(_unwrapped):
+        assert "pass model=" in said
+
+
+def _gradients(rank: int, size: int) -> list[list[Tensor]]:
+    run = Run(rank)
+    out = []
+    for _ in range(2):
+        x, y = batch(run.step, rank)
+        run.optimizer.zero_grad()
+        (run.model(x) - y).square().mean().backward()
+        out.append([p.grad.clone() for p in run.model.parameters() if p.grad is not None])
+        while run.scheduler.searching:
+            run.train(run.step + 1)
+    return out
+
+
+def test_gradients_stay_local_in_the_race_and_are_shared_after_it(pair: Fleet) -> None:
+    one, two = pair.run(_gradients)
+    assert not same(one[0], two[0])
+    assert same(one[1], two[1])
+
+
+def _loaders(rank: int, size: int) -> list[float]:
+    """Every rank's loader gives other batches; the probe's are replica 0's."""
+    drawn = ([float(10 * rank + i)] for i in range(5))
+    losses = common_batches(drawn, lambda b: b[0], count=3)
+    return Probe(losses)() + Probe(losses)()
+
+
+def test_common_batches_are_those_of_replica_0(pair: Fleet) -> None:
+    assert pair.run(_loaders) == [[0.0, 1.0, 2.0] * 2] * 2
+
+
+def _wide(rank: int, size: int, lr: float) -> Any:
+    run = Run(rank, lr=lr, how="sgd")
+    while run.scheduler.searching:
+        run.train(run.step + 1)
+    run.train(run.step + 3)
+    return run.scheduler._round.steering.found[0] * lr, parameters(run.model)
+
+
+def test_four_replicas_from_far_below_and_far_above_meet(quartet: Fleet) -> None:
+    low, high = (quartet.run(_wide, lr) for lr in (3e-4, 3.0))
+    assert same(*[p for _, p in low])
+    assert same(*[p for _, p in high])
+    assert abs(math.log2(low[0][0] / high[0][0])) < 2.5, (low[0][0], high[0][0])
