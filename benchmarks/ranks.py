@@ -1,7 +1,7 @@
 """Ranks of a benchmark: local gloo processes, or those that a launcher has started.
 
-    found = run(work, options)        # work(send, options) in each rank; what they sent, or None
-                                      # in a launched rank that is not the first
+found = run(work, options)        # work(send, options) in each rank; what they sent, or None
+                                  # in a launched rank that is not the first
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hdet_scale.workers import Send, messages
 
-__all__ = ["Send", "device", "parser", "run", "settle", "timed"]
+__all__ = ["Send", "device", "first", "parser", "run", "settle", "timed"]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -64,3 +64,8 @@ def timed(work: Callable[[], object]) -> float:
     work()
     settle()
     return time.perf_counter() - begin
+
+
+def first() -> bool:
+    """Whether this rank is the one that tells."""
+    return dist.get_rank() == 0
