@@ -166,6 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print(f"{options.ranks} replicas, {options.steps} steps, T = {options.interval}")
     print(rows.table(["row", "LR", "training", "validation", "diverged"], lines))
+    for r in results:
+        print(f"figure: {r['row']}: validation {r['validation']:.3f}")
     if not options.no_rows:
         common = {"replicas": options.ranks, "bytes_alone": found[0][3]}
         print("rows:", rows.append("ablation", [{**common, **r} for r in results]))

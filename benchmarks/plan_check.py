@@ -97,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print(rows.table(["parameters", "", "measured ms", "model ms", "model / measured"], lines))
     print(f"alpha {link.latency * 1e6:.0f} us, 1 / beta {link.bandwidth / 1e9:.2f} GB/s")
+    print(f"figure: predicted / measured {ratio:.2f}")
     if not options.no_rows:
         common = {"alpha_us": link.latency * 1e6, "gigabytes_a_second": link.bandwidth / 1e9}
         common |= {"ranks": options.ranks, "backend": options.backend, "repeats": options.repeats}

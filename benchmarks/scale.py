@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ COLOURS = dict(zip(SIZES, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=T
 Table = dict[tuple[str, str, int], Estimate]
 
 
-def computed() -> Table:
+def computed(clusters: Sequence[str] = CLUSTERS, sizes: Sequence[str] = SIZES) -> Table:
     """An estimate for each cluster, size and number of replicas."""
     found: Table = {}
     config = HDETConfig(interval=1000)
-    for on in CLUSTERS:
-        for size in SIZES:
+    for on in clusters:
+        for size in sizes:
             model = shapes.of(size)
             # The layout of a replica does not depend on how many there are: found once.
             shards = fitting_shards(Job(model=model, gpus=2**15, cluster=PRESETS[on]), config)
@@ -114,6 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     found = computed()
     text = markdown(found)
     print(text)
+    for size in SIZES:
+        share = found["h100", size, 1024].overhead
+        print(f"figure: {size} on 1,024 replicas of H100, computed: {share:.4%} at T = 1000")
     if not options.no_rows:
         (rows.RESULTS / "scale.jsonl").unlink(missing_ok=True)  # computed anew, not added to
         print("rows:", rows.append("scale", as_rows(found)))

@@ -296,6 +296,11 @@ def report(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     head = ["mode", "step ms", "x first", "95 %", "tokens x first", "tokens/s", "converge ms"]
     head += ["share, T=1000", "exposed ms", "peak MB", "bytes/step", "x first"]
     print(rows.table(head, lines))
+    for r in results[1:]:
+        print(
+            f"figure: {r['mode']} / {results[0]['mode']}: step {r['step_over_first']:.3f}, tokens "
+            f"{r['tokens_over_first']:.3f}, converge {r['converge_share_at_1000']:.4%} at T = 1000"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
