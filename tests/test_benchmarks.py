@@ -66,8 +66,11 @@ def test_the_interval_of_a_median() -> None:
     assert throughput.interval_of_median([2.0] * 5) == (2.0, 2.0)
 
 
+MODES = ["ddp", "shared", "local", "local-own", "hsdp", "hsdp-hdet"]
+
+
 def options(**changes: Any) -> argparse.Namespace:
-    values = {"size": "tiny", "modes": ["ddp", "shared", "local", "local-own"], "batch": 2}
+    values = {"size": "tiny", "modes": MODES, "batch": 2}
     values |= {"context": 16, "turns": 6, "interval": 3, "shards": 1, "profile": None, "ranks": 2}
     return argparse.Namespace(**(values | changes))
 
