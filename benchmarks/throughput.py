@@ -183,7 +183,7 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> list[dict[str
     for name, took in seconds.items():
         plain = [t for i, t in enumerate(took) if not touched(i, options.interval, name)]
         steps[name] = median(plain)
-    alone = steps.get("local-own", steps.get("local"))
+    alone = next((m for m in ("local-own", "local") if m in seconds), None)
     results = []
     for name, took in seconds.items():
         plain = [i for i in range(len(took)) if not touched(i, options.interval, name)]
@@ -202,7 +202,9 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> list[dict[str
             "converge_adds_ms": 1e3 * added,
             "converge_share_at_1000": share,
             "tokens_a_second": tokens / (steps[name] * (1 + share)),
-            "exposed_ms": None if alone is None else 1e3 * (steps[name] - alone),
+            "exposed_ms": None
+            if alone is None
+            else 1e3 * exposed(took, seconds[alone], options.interval),
             "peak_bytes": info["peak_bytes"],
             "kept_bytes": info["kept_bytes"],
         }
@@ -216,6 +218,13 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> list[dict[str
         if row["bytes_a_step_at_1000"] is not None and first["bytes_a_step_at_1000"]:
             row["bytes_over_first"] = row["bytes_a_step_at_1000"] / first["bytes_a_step_at_1000"]
     return results
+
+
+def exposed(took: list[float], alone: list[float], interval: int) -> float:
+    """Median over the turns without any converge of what a step takes beyond one that sends
+    nothing, turn by turn."""
+    quiet = [i for i in range(len(took)) if not touched(i, interval, "overlap")]
+    return median(took[i] - alone[i] for i in quiet)
 
 
 def _is_hdet(name: str) -> bool:

@@ -57,6 +57,13 @@ def test_what_a_converge_adds_is_told_from_the_steps_beside_it() -> None:
     assert [throughput.touched(i, 4, "local") for i in range(4)] == [False, False, False, True]
 
 
+def test_exposed_communication_is_compared_turn_by_turn() -> None:
+    """The machine is ten times slower in the second half; converges are left out."""
+    alone = [0.0, 1.0, 1.0, 9.0, 0.0, 10.0, 10.0, 99.0]
+    took = [5.0, 1.3, 1.3, 7.0, 5.0, 10.3, 10.3, 70.0]
+    assert throughput.exposed(took, alone, 4) == pytest.approx(0.3)
+
+
 def test_the_interval_of_a_median() -> None:
     generator = torch.Generator().manual_seed(1)
     values = (1 + 0.1 * torch.randn(400, generator=generator)).tolist()
