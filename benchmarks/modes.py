@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,7 @@ def _on_deepspeed(name: str, model: nn.Module, interval: int, batch: int, shards
     from hdet_scale.deepspeed import initialize
 
     logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of calls that are DeepSpeed's own
     groups.mpu = None  # the last engine's groups are not this one's
     adam = {"lr": MAX_LR, "torch_adam": True, "fused": True}
     settings: dict[str, Any] = {
