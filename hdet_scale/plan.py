@@ -8,7 +8,7 @@ rank's shard; only the seconds come from a model (`hdet_scale.links`). Overhead 
 adds to T steps:
 
     blocking    check + exchange of losses + transfers
-    overlap     check + exchange + copy + fold, and what the overlap steps do not hide
+    overlap     exchange + copy with its check + fold, and what the overlap steps do not hide
     overhead  = added / (T x seconds of a step)
 
 A step is forward and backward alone, 6 x parameters x tokens at the rate that the cluster's preset
@@ -32,10 +32,11 @@ import torch
 from hdet_scale import shapes
 from hdet_scale.config import GRADIENTS, ConvergePolicy, HDETConfig
 from hdet_scale.converge import IN_FLIGHT, WIRES, Converge, Transfer
+from hdet_scale.int8 import message_bytes
 from hdet_scale.links import GBIT, PRESETS, Cluster, Cost, Link, direct, ring, tree
 from hdet_scale.shapes import Shapes
 from hdet_scale.topology import Replicas, shard_size_of
-from hdet_scale.wires import AllReduce, Bf16, Int8, message_bytes
+from hdet_scale.wires import AllReduce, Bf16, Int8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -241,9 +242,9 @@ def _added(
 ) -> float:
     """Seconds that the converges of a round add to its steps.
 
-    The exchange is an all-gather around a ring. On the device: the check reads an element, a
-    staged one is copied in and out, overlap copies it (a read, a write) and folds it in (two
-    reads, a write).
+    The exchange is an all-gather around a ring. On the device: the check reads an element and a
+    staged one is copied in and out; overlap copies it, the check riding on the copy (a read, a
+    write), and folds it in (two reads, a write).
     """
     policy = config.converge
     rate = job.cluster.memory_bandwidth
@@ -252,12 +253,12 @@ def _added(
     for fragment in range(policy.fragments):
         part = [t for t in transfers if t.fragment == fragment]
         elements, staged = _elements(part), _elements(t for t in part if t.staged)
-        total += exchange + 4 * elements / rate
+        total += exchange
         if policy.overlap:
             hidden = policy.overlap_steps * job.seconds_a_step
             total += 20 * elements / rate + max(0.0, _seconds(part, n, link) - hidden)
         else:
-            total += 16 * staged / rate + _seconds(part, n, link)
+            total += (4 * elements + 16 * staged) / rate + _seconds(part, n, link)
     return total
 
 
