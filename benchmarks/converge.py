@@ -305,6 +305,8 @@ def report(
         f"bf16 / fp32 {_ratio(seconds, 'separate bf16'):.2f}, "
         f"int8 / fp32 {_ratio(seconds, 'separate int8'):.2f}"
     )
+    ours = rows.quantiles([t / b for t, b in zip(seconds["separate fp32"], limit, strict=True)])[1]
+    print(f"figure: converge / one flat all-reduce {ours:.2f}")
     print(f"overlap adds {share:.2f} of what the blocking converge adds")
     print(f"peak extra memory of the fp32 converge: {buckets:.2f} buckets of 32 MiB")
     for row in network:

@@ -24,6 +24,7 @@ def where() -> dict[str, Any]:
         + ("+" if _git("status", "-s", "-uno") else ""),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),  # with this benchmark's own processes
         "gpu": gpu,
         "torch": torch.__version__,
         "python": platform.python_version(),

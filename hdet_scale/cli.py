@@ -2,6 +2,7 @@
 
 hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4
 hdet demo
+hdet plan 70B --gpus 1024
 hdet kernels
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a byte-level GPT with replicas, on DDP, FSDP2 or DeepSpeed",
     "demo": "plain DDP beside HDET on this machine's CPU: a table and a picture",
+    "plan": "what HDET costs a model on a cluster, and what to choose",
     "kernels": "compile every kernel ahead of time and print registers, spills, bytes",
 }
 
@@ -34,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hdet_scale import demo
 
         return demo.main(words[1:])
+    if name == "plan":
+        from hdet_scale import plan
+
+        return plan.main(words[1:])
     if name == "kernels":
         from hdet_scale.kernels import inspect
 

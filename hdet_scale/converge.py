@@ -80,6 +80,22 @@ class Outcome:
     """Bytes that this rank put on the wire for the buckets."""
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a converge does with one bucket."""
+
+    wire: Wire
+    """How the mean is formed."""
+    elements: int
+    """Of the bucket."""
+    sent_bytes: int
+    """What this rank puts on the wire for it."""
+    staged: bool
+    """Whether it is copied into a buffer first."""
+    fragment: int
+    """The part of the round in which it is averaged."""
+
+
 class Converge:
     """Averages `tensors` in place across replicas, each time it is called.
 
@@ -226,6 +242,20 @@ class Converge:
         """Bytes of the buffers that are kept from one converge to the next."""
         shelves = {id(s): s for s in (self._shelf, self._wide.shelf, self._wire.shelf)}
         return sum(shelf.nbytes for shelf in shelves.values())
+
+    def transfers(self) -> list[Transfer]:
+        """Bucket by bucket, in their order. On meta tensors what a GPU would do: nothing needs to
+        be allocated or connected to plan a converge."""
+        return [
+            Transfer(
+                wire=self._wire_of(i, b),
+                elements=b.numel,
+                sent_bytes=self._sent_bytes([(i, b)]),
+                staged=not _lies_flat(b),
+                fragment=self._fragment_of[i],
+            )
+            for i, b in enumerate(self.plan.buckets)
+        ]
 
     def replicas_agree(self) -> bool:
         """True when all replicas hold the same bits, by a checksum: one read, one exchange."""
@@ -483,8 +513,9 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _wide_wire(replicas: Replicas, device: torch.device) -> Wire:
-    """For full precision: the backend's all-reduce; on gloo only where it rounds once."""
-    native = (
+    """For full precision: the backend's all-reduce; on gloo only where it rounds once. Meta
+    tensors are planned as on a GPU."""
+    native = device.type == "meta" or (
         device.type == "cuda"
         and replicas.group is not None
         and "nccl" in str(dist.get_backend(replicas.group))
