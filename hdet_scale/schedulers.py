@@ -31,7 +31,6 @@ from hdet_scale.round import Round, RoundRecord, check_loss
 from hdet_scale.search import Search, peaks_of
 from hdet_scale.topology import Replicas, is_distributed
 
-
 PRIVATE = {
     "optimizer", "engine_obeys",
     "_round", "_undo", "_search", "_wrapped", "_local", "_watching",
@@ -134,10 +133,10 @@ class Exploring:
 
     def _searched(self, loss: Tensor | float | None) -> bool:
         """True when the step that is done belongs to the race: the schedule stands still."""
-        if self._search is None or not self.searching:
+        search = self._search
+        if search is None or not search.active:
             return False
-        self._search.count(loss)
-        if not self.searching:
+        if search.count(loss):
             self._unwatch()
         return True
 

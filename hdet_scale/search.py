@@ -89,8 +89,9 @@ class Search:
         if self.active and self._mark is None:
             self._mark = Mark(self.cycle.averaged)
 
-    def count(self, loss: Tensor | float | None) -> None:
-        """One optimizer step of a heat is done; judges and rewinds at its end."""
+    def count(self, loss: Tensor | float | None) -> bool:
+        """One optimizer step of a heat is done; judges and rewinds at its end. True when it was
+        the last step of the race."""
         self.cycle.connect()
         heat = self.rule.heat()
         if self.step == heat.steps * 2 // 3:
@@ -101,6 +102,7 @@ class Search:
         self.done += 1
         if self.step >= heat.steps:
             self._judge()
+        return self.rule.over
 
     def rehome(self) -> None:
         """Other replicas than those the race was laid out for: a new one, from its start."""
