@@ -131,6 +131,7 @@ class LearningRate:
     """The learning rate of one param group: log space, no bounds but zero."""
 
     space = Space("log", (0.0, math.inf))
+    in_step = True
 
     def __init__(self, optimizer: Optimizer, index: int) -> None:
         if not 0 <= index < len(optimizer.param_groups):
@@ -172,7 +173,12 @@ class Pair:
 
     The other factors of this file are pairs whose get and set are known. `scheduled` answers with
     the base of the last write, so that nothing waits for a device.
+
+    in_step: whether it acts in the optimizer's step. What acts in forward or backward makes no
+    difference between replicas that all step with the mean gradient: it needs local gradients.
     """
+
+    in_step = False
 
     def __init__(
         self,
@@ -214,7 +220,13 @@ class Pair:
 
 
 class GroupOption(Pair):
-    """A number of one param group: weight decay, momentum, eps; `position` for one of a tuple."""
+    """A number of one param group: weight decay, momentum, eps; `position` for one of a tuple.
+
+    moves_moments: replicas with their own value keep their own moments, which a converge must
+    average then.
+    """
+
+    in_step = True
 
     def __init__(
         self,
@@ -235,6 +247,7 @@ class GroupOption(Pair):
                 f"{type(optimizer).__name__} has no option {option!r}: choose one of {have}"
             )
         self.optimizer, self.option, self.index, self.position = optimizer, option, index, position
+        self.moves_moments = option not in ("weight_decay", "eps")
         which = option if position is None else f"{option}[{position}]"
         super().__init__(
             f"{which}/group{index}", self._fetch, self._store, space=space, bounds=bounds
@@ -373,6 +386,9 @@ def label_smoothing(
 ) -> Attribute:
     """The label smoothing of a loss, in logit space.
 
+    A probe must then use another loss, without smoothing: replicas would else be compared by what
+    they are measured with.
+
     torch's own CrossEntropyLoss passes it to a function that wants a float: as_tensor is for
     losses that compute with it themselves.
     """
@@ -496,8 +512,9 @@ def learning_rates(optimizer: Optimizer) -> list[LearningRate]:
     return [LearningRate(optimizer, i) for i in range(len(optimizer.param_groups))]
 
 
-def check_factors(factors: Sequence[Factor]) -> list[Factor]:
-    """The factors as a list, or an error: each has the protocol, and names differ."""
+def check_factors(factors: Sequence[Factor], gradients: str = "local") -> list[Factor]:
+    """The factors as a list, or an error: each has the protocol, names differ, and each can make
+    a difference between replicas with these gradients."""
     needed = ("name", "at", "offset", "write", "read", "scheduled")
     for factor in factors:
         missing = [n for n in needed if not hasattr(factor, n)]
@@ -509,6 +526,12 @@ def check_factors(factors: Sequence[Factor]) -> list[Factor]:
     names = [f.name for f in factors]
     if len(set(names)) != len(names):
         raise ValueError(f"factors need different names, got {names}: pass name= to tell them")
+    idle = [f.name for f in factors if not getattr(f, "in_step", True)]
+    if gradients == "shared" and idle:
+        raise ValueError(
+            f"{idle} act in forward or backward, and with shared gradients every replica steps "
+            "with the same mean gradient, so that they show no effect: use gradients='local'"
+        )
     return list(factors)
 
 

@@ -285,6 +285,11 @@ class Slope:
         """The evidence of one round; a round that says nothing is a quiet one."""
         if sums.factors != len(self.factors):
             raise ValueError(f"sums of {sums.factors} factors for the rule of {self.factors}")
+        if sums.batches < 2:
+            raise ValueError(
+                f"the slope rule takes its variance from between the probe batches, got "
+                f"{sums.batches}: probe at least 2, better 8"
+            )
         fit = sums.fit()
         for g, slope in (fit.slopes if fit is not None else {}).items():
             self.gathered[g].add(slope, fit)  # type: ignore[arg-type]
