@@ -9,6 +9,7 @@ import sys
 SHORT = {
     "converge": ["--repeats", "3", "--shrink", "2", "--no-rows"],
     "fused_step": ["--repeats", "5", "--no-rows"],
+    "factor_recovery": ["--short", "--only", "dropout"],
 }
 
 
