@@ -292,7 +292,7 @@ def beta(
 class Attribute(Pair):
     """One attribute of one or more objects: `attention.scale`, `loss.label_smoothing`.
 
-    All of the objects get the same value. `path` may have dots: "encoder.0.attention.scale".
+    All of the objects hold the same value. `path` may have dots: "encoder.0.attention.scale".
     as_tensor: hold it as a 0-dim float tensor from now on (a buffer that is not saved, where the
     object is a module), so that a compiled model reads it anew in every step.
     """
@@ -320,7 +320,12 @@ class Attribute(Pair):
         super().__init__(
             name or path, self._fetch, self._store, space=space, bounds=bounds, unit=unit
         )
-        self._store(self._base)
+        found = [float(getattr(owner, self.attribute)) for owner in self.owners]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{self.name} is {found} in its {len(found)} places, and a factor is one number: "
+                "give them the same value, or make a factor for each"
+            )
 
     def _fetch(self) -> float | Tensor:
         value: float | Tensor = getattr(self.owners[0], self.attribute)

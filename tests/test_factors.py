@@ -180,11 +180,12 @@ def test_a_loaded_optimizer_is_still_written_to() -> None:
 
 def test_dropout_is_read_at_each_call() -> None:
     net = Net()
-    both, one = dropout(net), dropout(net, "dr*")
+    one = dropout(net, "dr*")
     one.write(0.5, 1.0)
     assert (net.first.p, net.drop.p) == (0.1, 0.5)
-    both.write(0.1, 1.0)
-    assert net.first.p == net.drop.p == 0.1
+    one.write(0.1, 1.0)
+    dropout(net).write(0.2, 1.0)
+    assert net.first.p == net.drop.p == 0.2
     layer = nn.Sequential(nn.Dropout(0.1))
     dropout(layer).write(0.9, 1.0)
     assert float((layer(torch.ones(20_000)) == 0).float().mean()) == pytest.approx(0.9, abs=0.01)
@@ -225,6 +226,7 @@ def test_the_base_is_the_last_one_written() -> None:
         (lambda: beta(adamw(), 2), "has no position 2"),
         (lambda: GroupOption(adamw(), "betas"), "a factor is one number"),
         (lambda: dropout(nn.Linear(2, 2)), "no dropout module matches '\\*'; the model has none"),
+        (lambda: dropout(Net()), r"is \[0.1, 0.3\] in its 2 places"),
         (lambda: dropout(Net(), "x*"), r"the model has \['first', 'drop'\]"),
         (lambda: module_attribute(Net(), "*", "tau"), "none has 'tau'; modules that have it: none"),
         (lambda: Attribute(Net(), "blocks.7.scale"), "ModuleList has no '7'"),
