@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from hdet_scale import AutoLR, ConvergePolicy, HDETConfig
+from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, Replicas
 from hdet_scale.factors import beta, dropout, learning_rates, weight_decay
 from hdet_scale.round import RoundRecord
 from tests.fleet import Fleet
@@ -189,6 +189,21 @@ def test_the_climb_comes_from_below_and_holds(quartet: Fleet) -> None:
     assert rates[0] <= 0.01 * math.exp(0.4) * 1.0001
     assert max(rates) < 1.0
     assert told[0][-1][1] == "hold"
+
+
+def _added(rank: int, size: int) -> Any:
+    """Two replicas of two shards: 10 + rank in every shard of its own."""
+    replicas = Replicas.of(shard_size=2)
+    cpu = torch.device("cpu")
+    means = replicas.shard_means([10.0 + rank, math.nan if rank == 3 else 1.0], cpu)
+    return means[0], math.isnan(means[1]), replicas.sum([means[0], 1.0], cpu)
+
+
+def test_shards_speak_with_one_voice(quartet: Fleet) -> None:
+    results = quartet.run(_added)
+    assert [r[0] for r in results] == [10.5, 10.5, 12.5, 12.5]
+    assert [r[1] for r in results] == [False, False, True, True]
+    assert all(r[2] == [23.0, 2.0] for r in results)
 
 
 # -- refused at once ----------------------------------------------------------------------------
