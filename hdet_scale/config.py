@@ -15,7 +15,7 @@ from hdet_scale.converge import BUCKET_BYTES, WIRES, OuterStep
 from hdet_scale.spread import check_spread
 
 GRADIENTS = ("shared", "local")
-RULES = ("none", "paper", "race", "auto")
+RULES = ("none", "paper", "slope", "climb", "race", "auto")
 DECAYS = ("auto", "floor", "schedule", "literal")
 
 T = TypeVar("T")
@@ -69,13 +69,16 @@ class HDETConfig:
     """"shared": one all-reduced gradient for all replicas. "local": each steps with its own, and
     nothing crosses replicas between converges."""
     rule: str = "paper"
-    """What moves the base: "paper" at each converge; "race", which finds the learning rate before
-    the run and leaves plain training behind it; "none" to explore without steering. "auto" is what
-    benchmarks/lr_recovery.py shows to be best: "race"."""
+    """What moves the base: "paper", "slope" and "climb" at each converge, the last two fed by a
+    probe; "race", which finds the learning rate before the run and leaves plain training behind it;
+    "none" to explore without steering. "auto" is what benchmarks/lr_recovery.py shows to be best:
+    "race"."""
     total_steps: int | None = None
-    """S: the optimizer steps of the run, which a race must know; OneCycleAutoLR knows it."""
+    """S: optimizer steps of the run, which race and climb must know; OneCycleAutoLR knows it."""
     probe: int = 16
     """At most so many losses are taken from a probe."""
+    patience: int | None = 50
+    """Rounds without a move after which the slope rule halves the spread; None: never."""
     warmup_steps: int = 0
     """S_warm: the rule leaves the schedule alone before this step."""
     loss_scale: float = 0.002
@@ -102,8 +105,9 @@ class HDETConfig:
         _check_int("warmup_steps", self.warmup_steps, at_least=0)
         _check_int("seed", self.seed, at_least=0)
         _check_int("probe", self.probe, at_least=1)
-        if self.total_steps is not None:
-            _check_int("total_steps", self.total_steps, at_least=1, other="or None")
+        for name in ("total_steps", "patience"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=1, other="or None")
         PaperRule(self.loss_scale, self.momentum, self.step_size)  # its own checks
         _check_choice("gradients", self.gradients, GRADIENTS)
         _check_choice("rule", self.rule, RULES)

@@ -3,6 +3,7 @@
     step 1 .. T      every replica steps with base x rho_pi(r)             (fan-out)
     after step T     one exchange of losses and flags, parameters averaged (converge)
                      the rule moves the base                               (steer)
+                     (a rule with a probe is told its losses from before the averaging)
                      a fresh pi                                            (reassign)
 
 A step that does not end a round adds one number to an accumulator on the device: no collective,
@@ -16,8 +17,9 @@ import hashlib
 import logging
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +27,11 @@ from torch import Tensor, nn
 
 from hdet_scale.averaged import Averaged
 from hdet_scale.config import HDETConfig
-from hdet_scale.controller import Steering
+from hdet_scale.controller import PaperRule, Steering
 from hdet_scale.converge import Converge, Outcome, Pending, distinct, with_own_group
 from hdet_scale.factors import Factor
+from hdet_scale.rules import Decision, Guided
+from hdet_scale.slope import Sums
 from hdet_scale.spread import assignment, multipliers
 from hdet_scale.topology import Replicas, is_distributed
 
@@ -66,6 +70,17 @@ class RoundRecord:
     """This rank's losses on the probe's batches."""
     probe_seconds: float = 0.0
     """Time of the probe on this rank."""
+    evidence: dict[str, float] = field(default_factory=dict)
+    """What the rule weighed, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a probe answered: sums over all replicas, and this rank's own losses and time."""
+
+    sums: Sums
+    losses: tuple[float, ...]
+    seconds: float
 
 
 class LossMeter:
@@ -136,12 +151,16 @@ class Round:
         factors: Sequence[Factor],
         replicas: Replicas,
         config: HDETConfig,
-        steering: Steering,
+        steering: Steering | Guided,
         averaged: Averaged,
         step: int = 0,
+        probe: Callable[[], Iterable[float | Tensor]] | None = None,
+        rewind: Callable[[], None] | None = None,
     ) -> None:
         self.factors = list(factors)
         self.steering = steering
+        self.probe = probe
+        self.rewind = rewind
         self.averaged = averaged
         self.replicas = replicas
         self.config = config
@@ -169,7 +188,23 @@ class Round:
     def average_moments(self) -> bool:
         """Whether a converge averages the optimizer's moments too."""
         asked = self.config.converge.moments
-        return self.averaged.moments_drift(self.config.gradients) if asked is None else asked
+        if asked is not None:
+            return asked
+        return self.averaged.moments_drift(self.config.gradients) or any(
+            getattr(f, "moves_moments", False) for f in self.factors
+        )
+
+    @property
+    def spread(self) -> float:
+        """a of this round: the config's, or what a rule with a probe made of it."""
+        return self.steering.spread if isinstance(self.steering, Guided) else self.config.spread
+
+    @property
+    def diverges(self) -> bool:
+        """True when replicas come apart in this round."""
+        if isinstance(self.steering, Guided):
+            return self.steering.spread > 0 or self.config.gradients == "local"
+        return self.config.diverges
 
     def rehome(self, replicas: Replicas, model: nn.Module | None, gradients: str | None) -> None:
         """Another set of replicas, between two rounds."""
@@ -191,6 +226,9 @@ class Round:
     def _assign(self) -> None:
         """Multipliers of all replicas for this round, and mine."""
         n = self.replicas.size
+        if isinstance(self.steering, Guided):
+            self.fans = self.steering.fans(n, self.config.seed, self.index)
+            return
         fan = multipliers(n, self.config.spread)
         self.fans = [
             [fan[i] for i in assignment(n, seed=self.config.seed, round=self.index, factor=f.name)]
@@ -213,13 +251,13 @@ class Round:
     def count(self, loss: Tensor | float | None) -> bool:
         """One optimizer step is done; True when it ends the round."""
         self.connect()
-        if loss is not None and self.config.diverges:
+        if loss is not None and self.diverges:
             self.meter.add(loss)
         self.steps += 1
         self._agreed = False
         self._fold_when_due()
         ends = self.steps >= self.config.interval
-        if not ends and self.config.diverges and self.steps in self._due:
+        if not ends and self.diverges and self.steps in self._due:
             self._converge_now(self._due[self.steps])
         return ends
 
@@ -265,17 +303,57 @@ class Round:
 
     def close(self, schedule: Sequence[float], step: int) -> None:
         """End the round after `step` steps in all: exchange, average, steer, reassign."""
-        if self.config.diverges:
+        if self.diverges:
+            asked = self._ask(schedule)
             last = self.config.converge.fragments - 1
             losses, outcome = self._converge_now(last if last else None)
-            fit = zip(losses, outcome.included, strict=True)
-            heard = [loss if ok else math.nan for loss, ok in fit]
             bases = self.steering.bases(schedule)
-            values = [[b * rho for rho in fan] for b, fan in zip(bases, self.fans, strict=True)]
-            self._warn_without_loss(heard)
-            self.steering.update(step, schedule, heard, values)
-            self._publish(losses, values, schedule, outcome, step)
+            values = [
+                [f.at(b, rho) for rho in fan]
+                for f, b, fan in zip(self.factors, bases, self.fans, strict=True)
+            ]
+            if isinstance(self.steering, Steering):
+                fit = zip(losses, outcome.included, strict=True)
+                heard = [loss if ok else math.nan for loss, ok in fit]
+                self._warn_without_loss(heard)
+                self.steering.update(step, schedule, heard, values)
+            elif asked is not None:
+                self._obey(self.steering.update(asked.sums, step))
+            self._publish(losses, values, schedule, outcome, step, asked)
         self._next()
+
+    def _ask(self, schedule: Sequence[float]) -> Asked | None:
+        """Every replica's probe as sums over all of them, one all-reduce; None without a search."""
+        if not isinstance(self.steering, Guided) or not self.spread:
+            return None
+        if self.probe is None:
+            raise RuntimeError(
+                f"rule={self.config.rule!r} is fed by a probe, and none was given: pass probe=, a "
+                "function that yields this replica's losses on batches that all replicas have in "
+                "common"
+            )
+        self.complete()
+        device = self._prepared().device
+        start = time.perf_counter()
+        drawn = [float(x) for x in self.probe()]
+        losses = self.replicas.shard_means(drawn, device)
+        seconds = time.perf_counter() - start
+        offsets = self.steering.offsets(schedule, self.multipliers)
+        total = self.replicas.sum(Sums.of(offsets, losses).vector, device)
+        return Asked(Sums.read(len(offsets), len(losses), total), tuple(losses), seconds)
+
+    def _obey(self, decision: Decision) -> None:
+        """What a decision asks for beside the bases, which `write` takes from it."""
+        if decision.verdict:
+            logger.info("round %d: %s", self.index, decision.verdict)
+        if decision.rewind:
+            if self.rewind is None:
+                logger.warning("round %d: no mark to go back to, weights stay", self.index)
+            else:
+                self.rewind()
+        if decision.spread == 0.0 and not self._agreed:
+            # Nothing is averaged from here on: what overlap or fragments have left is, now.
+            self._converge_now(blocking=True)
 
     def finalize(self, *, moments: bool = False) -> None:
         """Make the replicas agree now, in the middle of a round too; collective.
@@ -293,9 +371,9 @@ class Round:
             apart = Converge(own, self.replicas)
             if not apart.replicas_agree():
                 apart()
-        if self.config.diverges and self._agreed:
+        if self.diverges and self._agreed:
             return
-        if self.config.diverges or not self._prepared().replicas_agree():
+        if self.diverges or not self._prepared().replicas_agree():
             self._converge_now(blocking=True)
         if moments:
             self._share_losses()
@@ -317,7 +395,7 @@ class Round:
     def replicas_agree(self) -> bool:
         """True where replicas are equal: after a blocking converge of everything, before the next
         step."""
-        return self.config.diverges and self._agreed
+        return self.diverges and self._agreed
 
     def _converge_now(
         self, fragment: int | None = None, *, blocking: bool = False
@@ -425,9 +503,18 @@ class Round:
         alike = all(row[4] == rows[0][4] for row in rows)
         return losses, included, alike, any(row[3] for row in rows)
 
+    def find(self, scale: float) -> None:
+        """What a search before the run found: the schedule is multiplied with it."""
+        if isinstance(self.steering, Steering):
+            self.steering.found = [scale] * len(self.factors)
+
+    @property
+    def _paper_rules(self) -> list[PaperRule]:
+        return self.steering.rules if isinstance(self.steering, Steering) else []
+
     def _warn_without_loss(self, heard: Sequence[float]) -> None:
         silent = not any(math.isfinite(x) for x in heard)
-        if silent and self.steering.rules and not self._warned_without_loss:
+        if silent and self._paper_rules and not self._warned_without_loss:
             self._warned_without_loss = True
             logger.warning("no replica passed a loss in this round: call step(loss) to steer")
 
@@ -449,10 +536,12 @@ class Round:
         schedule: Sequence[float],
         outcome: Outcome,
         step: int,
+        asked: Asked | None,
     ) -> None:
         if not self.listeners:
             return
         names = [f.name for f in self.factors]
+        decision = self.steering.decision if isinstance(self.steering, Guided) and asked else None
         record = RoundRecord(
             round=self.index,
             step=step,
@@ -460,11 +549,16 @@ class Round:
             values={n: tuple(v) for n, v in zip(names, values, strict=True)},
             bases=dict(zip(names, self.steering.bases(schedule), strict=True)),
             velocities={
-                n: rule.velocity for n, rule in zip(names, self.steering.rules, strict=False)
+                n: rule.velocity for n, rule in zip(names, self._paper_rules, strict=False)
             },
             quarantined=tuple(r for r, ok in enumerate(outcome.included) if not ok),
             seconds=outcome.seconds,
             wire_bytes=outcome.wire_bytes,
+            phase=decision.phase if decision else "",
+            verdict=decision.verdict if decision else "",
+            probe_losses=asked.losses if asked else (),
+            probe_seconds=asked.seconds if asked else 0.0,
+            evidence=dict(decision.evidence) if decision else {},
         )
         for listener in self.listeners:
             listener(record)
@@ -480,7 +574,7 @@ class Round:
             "round": self.index,
             "steps": self.steps,
             "replicas": self.replicas.size,
-            "agreed": self._agreed or not self.config.diverges,
+            "agreed": self._agreed or not self.diverges,
             "losses": self._losses if self._agreed else [],
             "factors": [f.name for f in self.factors],
             "steering": self.steering.state_dict(),
@@ -549,6 +643,11 @@ class Round:
             raise ValueError(
                 f"the state explores {list(state['factors'])} and this run {names}: use the same "
                 "param groups and factors"
+            )
+        if ("rule" in state["steering"]) != isinstance(self.steering, Guided):
+            raise ValueError(
+                f"the state is of another kind of rule than rule={self.config.rule!r}: resume with "
+                "the rule that the run was started with"
             )
         # One replica agrees with itself at every step.
         if state["replicas"] not in (1, self.replicas.size) and not state["agreed"]:

@@ -22,13 +22,17 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_scale import ddp
 from hdet_scale.averaged import Averaged
+from hdet_scale.climb import Climb
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
-from hdet_scale.factors import Factor, LearningRate, learning_rates
+from hdet_scale.designs import check_design
+from hdet_scale.factors import Factor, check_factors, learning_rates
 from hdet_scale.probe import Losses, Probe
 from hdet_scale.race import Race
 from hdet_scale.round import Round, RoundRecord, check_loss
+from hdet_scale.rules import Guided
 from hdet_scale.search import Search, peaks_of
+from hdet_scale.slope import Slope, Width
 from hdet_scale.topology import Replicas, is_distributed
 
 PRIVATE = {
@@ -36,6 +40,8 @@ PRIVATE = {
     "_round", "_undo", "_search", "_wrapped", "_local", "_watching",
 }  # fmt: skip
 """Attributes that are no part of a scheduler's state."""
+GUIDED = ("slope", "climb")
+"""Rules that are fed by a probe at each converge."""
 
 
 class Exploring:
@@ -67,7 +73,7 @@ class Exploring:
         """
         if self.searching:
             return self._search is not None and self._search.between_heats
-        return self._round.replicas_agree or not self._round.config.diverges
+        return self._round.replicas_agree or not self._round.diverges
 
     @property
     def searching(self) -> bool:
@@ -118,12 +124,17 @@ class Exploring:
             self._search.load_replica_state_dict(state["search"])
 
     def probe_with(self, losses: Losses, model: nn.Module | None = None) -> None:
-        """Judge heats by these losses; for an engine that made the scheduler from a config."""
-        if self._search is None:
+        """Judge replicas by these losses; for an engine that made the scheduler from a config."""
+        probe = Probe(losses, model, self._round.config.probe)
+        if self._search is not None:
+            self._search.probe = probe
+        elif self._round.config.rule in GUIDED:
+            self._round.probe = probe
+        else:
             raise ValueError(
-                f"rule={self._round.config.rule!r} asks for no probe: use rule='auto' or 'race'"
+                f"rule={self._round.config.rule!r} asks for no probe: leave it out, or use "
+                "rule='auto', 'race', 'slope' or 'climb'"
             )
-        self._search.probe = Probe(losses, model, self._round.config.probe)
 
     def _write(self) -> None:
         if self._search is not None and self._search.active:
@@ -185,13 +196,8 @@ class Exploring:
             self._switch_gradients("local")
         if search is not None:
             self._search = search(self._switch_gradients)
-            if probe is not None:
-                self.probe_with(probe, model)
-        elif probe is not None:
-            raise ValueError(
-                f"rule={cycle.config.rule!r} asks for no probe: leave probe= out, or use "
-                "rule='auto'"
-            )
+        if probe is not None:
+            self.probe_with(probe, model)
         self._write()
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
@@ -477,7 +483,7 @@ class AutoLR(Exploring, LRScheduler):
         *,
         model: nn.Module | None = None,
         replicas: Replicas | None = None,
-        factors: Sequence[LearningRate] | None = None,
+        factors: Sequence[Factor] | None = None,
         averaged: Averaged | None = None,
         probe: Losses | None = None,
     ) -> None:
@@ -492,7 +498,9 @@ class AutoLR(Exploring, LRScheduler):
             )
         _check_search(config, factors)
         where = _place(self.optimizer, replicas, 0, 1, averaged)
-        chosen = learning_rates(self.optimizer) if factors is None else list(factors)
+        chosen = check_factors(
+            learning_rates(self.optimizer) if factors is None else factors, config.gradients
+        )
         descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
         self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
         self._remember(chosen)
@@ -692,7 +700,8 @@ def _make_round(
         factors=factors,
         replicas=where,
         config=config,
-        steering=Steering([f.name for f in factors], rule if steers else None, descent),
+        steering=_guided(factors, where, config, descent.total_steps)
+        or Steering([f.name for f in factors], rule if steers else None, descent),
         averaged=averaged,
         step=step,
     )
@@ -706,7 +715,7 @@ def _make_search(
     return Search(race, cycle, peaks=peaks, switch=switch)
 
 
-def _check_search(config: HDETConfig, factors: Sequence[LearningRate] | None) -> None:
+def _check_search(config: HDETConfig, factors: Sequence[Factor] | None) -> None:
     if not config.searches:
         return
     if config.total_steps is None:
@@ -719,3 +728,22 @@ def _check_search(config: HDETConfig, factors: Sequence[LearningRate] | None) ->
             f"rule={config.rule!r} moves the learning rates of all param groups together: leave "
             "factors out"
         )
+
+
+def _guided(
+    factors: Sequence[Factor], where: Replicas, config: HDETConfig, total_steps: int
+) -> Guided | None:
+    """The rules that are fed by a probe; None for the others, and where nothing is explored."""
+    if config.rule not in GUIDED or config.spread == 0:
+        return None
+    names = [f.name for f in factors]
+    if config.rule == "slope":
+        check_design(where.size, len(names))
+        return Guided(factors, Slope(names, Width(config.spread, config.patience)))
+    total_steps = config.total_steps or total_steps
+    if not total_steps:
+        raise ValueError(
+            "rule='climb' must know how long the run is, for its grace and its end: pass "
+            "total_steps in the config"
+        )
+    return Guided(factors, Climb(names, total_steps, spread=config.spread))

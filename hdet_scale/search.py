@@ -142,7 +142,7 @@ class Search:
 
     def _end(self) -> None:
         self._mark = None
-        self.cycle.steering.found = [self.rule.scale] * len(self.cycle.factors)
+        self.cycle.find(self.rule.scale)
         self.switch(self.cycle.config.gradients)
 
     def _own_losses(self) -> list[float]:

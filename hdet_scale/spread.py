@@ -29,15 +29,20 @@ def check_spread(spread: float) -> float:
 
 def multipliers(n: int, spread: float) -> list[float]:
     """rho_0 .. rho_{n-1} of the equation above, smallest first."""
+    a = check_spread(spread)
+    return [1.0 + a * level for level in fan(n)]
+
+
+def fan(n: int) -> list[float]:
+    """(r - (N - 1) / 2) / d for each replica: levels from exactly -1 to exactly 1, so that no
+    rounding of a multiplier leaves its bounds."""
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n must be an int, got {n!r}")
     if n < 1:
         raise ValueError(f"n must be at least 1 replica, got {n}")
-    a = check_spread(spread)
     middle = (n - 1) / 2
     d = max(middle, 0.5)
-    # The quotient first: it is exactly -1 and 1 at the ends, so that no rounding leaves the bounds.
-    return [1.0 + a * ((r - middle) / d) for r in range(n)]
+    return [(r - middle) / d for r in range(n)]
 
 
 def assignment(n: int, *, seed: int, round: int, factor: int | str = 0) -> list[int]:

@@ -189,6 +189,14 @@ class Replicas:
         dist.all_reduce(mine, group=self.shard_group)
         return float(mine) / self.shard_size
 
+    def shard_means(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The mean of each number over the ranks of this replica; one NaN makes it NaN."""
+        if self.shard_group is None:
+            return [float(x) for x in numbers]
+        mine = torch.tensor(list(numbers), dtype=_wide(device), device=device)
+        dist.all_reduce(mine, group=self.shard_group)
+        return [float(x) / self.shard_size for x in mine.tolist()]
+
     def sum(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The sum over replicas of each number: one all-reduce, whatever their number."""
         if self.size == 1:
