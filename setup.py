@@ -26,7 +26,7 @@ setup(
     python_requires=">=3.10",
     packages=["hdet_scale", "hdet_scale.kernels"],
     package_dir={"hdet_scale": "hdet_scale", "hdet_scale.kernels": "kernels"},
-    package_data={"hdet_scale": ["py.typed"], "hdet_scale.kernels": ["py.typed"]},
+    package_data={"hdet_scale": ["py.typed", "report.html"], "hdet_scale.kernels": ["py.typed"]},
     install_requires=["torch>=2.13"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hdet = hdet_scale.cli:main"]},
