@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a byte-level GPT with replicas, on DDP, FSDP2 or DeepSpeed",
     "report": "one page that shows what the replicas of a run found",
+    "replay": "the schedule that a run discovered, to be run again without HDET",
     "demo": "plain DDP beside HDET on this machine's CPU: a table and a picture",
     "plan": "what HDET costs a model on a cluster, and what to choose",
     "kernels": "compile every kernel ahead of time and print registers, spills, bytes",
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hdet_scale import report
 
         return report.main(words[1:])
+    if name == "replay":
+        from hdet_scale import replay
+
+        return replay.main(words[1:])
     if name == "demo":
         from hdet_scale import demo
 

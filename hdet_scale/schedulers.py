@@ -27,6 +27,7 @@ from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.factors import Factor, LearningRate, learning_rates
 from hdet_scale.probe import Losses, Probe
 from hdet_scale.race import Race
+from hdet_scale.replay import ReplayLR as ReplayLR
 from hdet_scale.round import Round, RoundRecord, check_loss
 from hdet_scale.search import Search, peaks_of
 from hdet_scale.topology import Replicas, is_distributed
