@@ -10,7 +10,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "report": ["rich>=13", "matplotlib>=3.8"],
     "boards": ["tensorboard>=2.18", "wandb>=0.19"],
-    "hf": ["transformers>=4.50", "accelerate>=1.0"],
+    "hf": ["transformers>=5.0", "accelerate>=1.10"],
+    "lightning": ["lightning>=2.5"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"],
     "dev": ["ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
 }
