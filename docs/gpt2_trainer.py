@@ -32,6 +32,7 @@ def main() -> None:
             save_steps=50,
             logging_steps=10,
             report_to=[],
+            use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[HDETCallback(hdet, log="runs/gpt2")],

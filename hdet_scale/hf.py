@@ -109,12 +109,18 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach; after a resume, go on where the checkpoint was saved."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if is_distributed() and dist.get_world_size() != args.world_size:
+            raise ValueError(
+                f"the Trainer knows of {args.world_size} processes and torch.distributed of "
+                f"{dist.get_world_size()}: its gradients would not be shared; on machines without "
+                "a GPU pass TrainingArguments(use_cpu=True)"
+            )
         self.attached = attach(model, optimizer, kwargs["lr_scheduler"], self.config)
         if state.global_step:
             self._resume(args, state.global_step)
-        if self.folder is not None and args.process_index == 0:
+        place = self.scheduler.replicas
+        if self.folder is not None and place.rank == place.shard_rank == 0:
             self._log = RunLog(self.folder, step=state.global_step)
-            place = self.scheduler.replicas
             self._log.begin(
                 {
                     "engine": "transformers",
