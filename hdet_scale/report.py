@@ -162,7 +162,9 @@ def _totals(log: Log) -> dict[str, Any]:
     """The numbers of the table at the top, of all lines."""
     clock = [line["time"] for line in (*log.steps, *log.rounds)]
     spent = math.fsum(line["seconds"] or 0 for line in log.rounds)
-    shown = [_mean(line["losses"]) for line in log.rounds] or [line["loss"] for line in log.steps]
+    # A rule may explore at the beginning only: the last loss is the last of either.
+    late = log.rounds and (not log.steps or log.rounds[-1]["step"] >= 0.8 * log.steps[-1]["step"])
+    shown = [_mean(x["losses"]) for x in log.rounds] if late else [x["loss"] for x in log.steps]
     last = shown[-max(1, len(shown) // 20) :]
     lines = log.rounds or log.steps
     return {

@@ -38,10 +38,11 @@ from hdet_scale.model import GPT, SIZES, GPTConfig
 from hdet_scale.progress import Show, shown
 from hdet_scale.round import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, plain
-from hdet_scale.text import TOKEN_TYPES, Text, batch, standard_library
+from hdet_scale.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
 from hdet_scale.workers import Refused, WorkerError, messages
 
 ENGINES = ("ddp", "fsdp", "deepspeed")
+PROBE_BATCHES = 16
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a run that SIGTERM ended: 143, as a shell has it."""
 
@@ -72,6 +73,10 @@ class Job(Protocol):
         mean loss of this rank's batches, on the device."""
         ...
 
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of this replica's weights on a batch, for a probe."""
+        ...
+
     def save(self, run: Path) -> None:
         """Write a checkpoint; collective. In the middle of a round each replica its own."""
         ...
@@ -100,6 +105,8 @@ def run(args: argparse.Namespace, show: Show) -> int:
         shape, text = _shape(args), _text(args)
         job = _job(args, shape)
         args.run = args.run or _shared_name()
+        if job.scheduler.searching:
+            _probe(job, text, shape)
         if args.resume:
             found = checkpoints.newest(args.run)
             if found is not None:
@@ -296,9 +303,13 @@ def _job(args: argparse.Namespace, shape: GPTConfig) -> Job:
         return DeepSpeedJob(with_asked(values, _asked(args), args), GPT(shape, seed=args.seed))
     from hdet_scale.train_torch import Recipe, TorchJob
 
-    recipe = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
-    hdet = HDETConfig.from_dict({**values.get("hdet", {}), **_asked(args)})
-    return TorchJob(args.engine, GPT(shape, seed=args.seed), _recipe(args, recipe), hdet)
+    plain_recipe = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
+    recipe = _recipe(args, plain_recipe)
+    asked = {**values.get("hdet", {}), **_asked(args)}
+    if asked.get("rule") in ("race", "auto"):  # a search takes a share of the run
+        asked.setdefault("total_steps", recipe.schedule.get("total_steps"))
+    hdet = HDETConfig.from_dict(asked)
+    return TorchJob(args.engine, GPT(shape, seed=args.seed), recipe, hdet)
 
 
 def _recipe(args: argparse.Namespace, recipe: Any) -> Any:
@@ -312,6 +323,12 @@ def _recipe(args: argparse.Namespace, recipe: Any) -> Any:
     changes |= {"dtype": "bf16"} if args.bf16 else {}
     changes |= {} if args.accumulation is None else {"accumulation": args.accumulation}
     return dataclasses.replace(recipe, **changes)
+
+
+def _probe(job: Job, text: Text, shape: GPTConfig) -> None:
+    """Held-out batches, the same on every replica, for a rule that compares them on such."""
+    held = [*evaluation(text.validation, size=8, context=shape.context, batches=PROBE_BATCHES)]
+    job.scheduler.probe_with(lambda: (job.loss_of(*batch) for batch in held))
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
@@ -360,7 +377,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--replicas", type=int, metavar="N", help="over the config's, as the next five")
     add("--shards", type=int, metavar="N", help="ranks of one replica")
     add("--gradients", choices=("shared", "local"), help="cross replicas each step, or never")
-    add("--rule", help="what steers: paper, none, ...")
+    add("--rule", help="what steers: paper, race, auto, none")
     add("--spread", type=float, metavar="A", help="0 is plain training")
     add("--interval", type=int, metavar="T", help="steps of a round")
     add("--lr", type=float, help="peak of the schedule, over the config's")

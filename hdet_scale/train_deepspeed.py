@@ -73,6 +73,10 @@ class DeepSpeedJob:
             total += loss.detach() / parts
         return total
 
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.engine.module(inputs.to(self.device), targets.to(self.device))
+        return loss
+
     def save(self, run: Path) -> None:
         kept = Kept(engine="deepspeed", ranks=dist.get_world_size(), apart=False)
         with writing(run, self.step, kept) as folder:

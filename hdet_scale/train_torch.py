@@ -126,7 +126,7 @@ class TorchJob:
 
     @property
     def step(self) -> int:
-        return self.scheduler.last_epoch
+        return self.scheduler.steps_done
 
     @property
     def sequences(self) -> int:
@@ -149,6 +149,12 @@ class TorchJob:
         self.optimizer.zero_grad()
         self.scheduler.step(total)
         return total
+
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # Not through DDP's forward: the replicas are judged one by one.
+        model = self.model.module if self.engine == "ddp" else self.model
+        loss: Tensor = model(inputs.to(self.device), targets.to(self.device))
+        return loss
 
     def _sync(self, last: bool) -> None:
         """Gradients cross ranks with the last micro-batch alone."""
