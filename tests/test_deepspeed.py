@@ -407,7 +407,8 @@ def test_the_launcher_trains_and_saves(compiled: None, tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "step-00000006" / "hdet.json").is_file()
 
 
-def test_a_run_that_is_ended_goes_on_as_if_it_had_not(compiled: None, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_goes_on_as_if_it_had_not(four: Fleet, tmp_path: Path) -> None:
+    four.run(runs.warm_up, seconds=800)  # the ops are compiled before the clock runs
     kills.finish(kills.command(tmp_path, "deepspeed", "whole", 60))
     words = [*kills.command(tmp_path, "deepspeed", "broken", 60), "--resume"]
     assert kills.break_off(words, signal.SIGTERM, heard=2, pause=0) == 143
