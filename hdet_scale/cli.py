@@ -1,22 +1,26 @@
 """`hdet`: the commands.
 
-hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4
-hdet demo
+hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4 --run runs/first
+hdet report runs/first -o report.html
 hdet plan 70B --gpus 1024
-hdet kernels
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "train": "train a byte-level GPT with replicas, on DDP, FSDP2 or DeepSpeed",
-    "demo": "plain DDP beside HDET on this machine's CPU: a table and a picture",
-    "plan": "what HDET costs a model on a cluster, and what to choose",
-    "kernels": "compile every kernel ahead of time and print registers, spills, bytes",
+    "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train"),
+    "report": ("one page that shows what the replicas of a run found", "report"),
+    "replay": ("the schedule that a run discovered, to be run again without HDET", "replay"),
+    "doctor": ("try what this machine can run, and say what to do about what fails", "doctor"),
+    "demo": ("plain DDP beside HDET on this machine's CPU: a table and a picture", "demo"),
+    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan"),
+    "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
+"""Name: what it does, and the module whose `main` it is; imported only when it is asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,27 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print("usage: hdet COMMAND [options]\n")
-        print("\n".join(f"  {n:8} {text}" for n, text in COMMANDS.items()))
-        print("\nhdet COMMAND --help tells the options of one.")
+        print("\n".join(f"  {n:8} {text}" for n, (text, _) in COMMANDS.items()))
+        print("\nexample: hdet train --run runs/first && hdet report runs/first -o report.html")
+        print("hdet COMMAND --help tells the options of one.")
         return 0
-    if name == "train":
-        from hdet_scale import train
-
-        return train.main(words[1:])
-    if name == "demo":
-        from hdet_scale import demo
-
-        return demo.main(words[1:])
-    if name == "plan":
-        from hdet_scale import plan
-
-        return plan.main(words[1:])
-    if name == "kernels":
-        from hdet_scale.kernels import inspect
-
-        return inspect.main(words[1:])
-    print(f"hdet: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
-    return 2
+    if name not in COMMANDS:
+        print(f"hdet: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"hdet_scale.{COMMANDS[name][1]}")
+    code: int = module.main(words[1:])
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The demo: plain DDP, then HDET, on the source of Python's standard library; a table, a picture.
+"""The demo: plain DDP, then HDET, on the source of Python's standard library; a table, a picture,
+and the report of the two runs.
 
 Both runs start from the same weights and draw the same batches with the same AdamW; the only
 difference is the scheduler: torch's OneCycleLR, and OneCycleAutoLR in its place.
@@ -28,6 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale.model import GPT, GPTConfig
 from hdet_scale.round import RoundRecord
+from hdet_scale.runlog import FILE, RunLog, read
 from hdet_scale.schedulers import OneCycleAutoLR
 from hdet_scale.text import Text, batch, evaluation, standard_library
 from hdet_scale.topology import Replicas
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN, HDET = "plain DDP", "HDET"
+FOLDERS = {PLAIN: "plain", HDET: "hdet"}
+LOG_STEPS = 5
+"""Steps between two lines of a log."""
 LAST_SHARE = 0.1
 """The part of a run whose mean is its final training loss."""
 COUNTED_SHARE = 0.02
@@ -69,6 +74,8 @@ class Settings:
     """Of the model."""
     sequences: int = 8
     """Sequences of a replica's batch."""
+    out: Path = Path("runs/demo")
+    """Where the logs of the two runs, the picture and the report go."""
 
     def __post_init__(self) -> None:
         if self.steps < 10:
@@ -150,8 +157,11 @@ def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: S
     optimizer = AdamW(model.parameters(), lr=settings.max_lr, weight_decay=0.1)
     scheduler = _scheduler(name, optimizer, settings)
     run = Run(name=name)
+    log = _log(name, settings, replicas)
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.on_round(run.rounds.append)
+        if log is not None:
+            scheduler.on_round(log.round)
     dist.barrier()
     begin = time.perf_counter()
     losses, rates = torch.zeros(2, settings.steps, dtype=torch.float64)
@@ -164,13 +174,38 @@ def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: S
         optimizer.step()
         losses[step] = loss.detach()
         run.converge_seconds += _advance(scheduler, loss.detach())
+        _sample(log, step + 1, loss.detach(), run.bases, replicas)
         tell(Progress(run=name, step=step + 1, loss=loss.item(), base=run.bases[-1]))
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.finalize()
+    if log is not None:
+        log.end(settings.steps)
+        log.close()
     run.seconds = time.perf_counter() - begin
     run.losses, run.rates = _gathered(losses, replicas), _gathered(rates, replicas)
     run.validation = _validate(model, text, replicas, settings)
     return run
+
+
+def _log(name: str, settings: Settings, replicas: Replicas) -> RunLog | None:
+    """Of replica 0."""
+    if replicas.rank != 0:
+        return None
+    log = RunLog(settings.out / FOLDERS[name])
+    told = {"engine": "ddp", "size": settings.size, "replicas": replicas.size, "shards": 1}
+    log.begin({**told, "seed": settings.seed, "interval": settings.interval})
+    return log
+
+
+def _sample(
+    log: RunLog | None, step: int, loss: Tensor, bases: Sequence[float], replicas: Replicas
+) -> None:
+    """Every few steps the mean loss of the replicas, and the bases since the line before."""
+    if step % LOG_STEPS:
+        return
+    mean = statistics.fmean(row[0] for row in replicas.exchange([float(loss)], loss.device))
+    if log is not None:
+        log.step(step, mean, {"lr/group0": bases[-LOG_STEPS:]})
 
 
 def _batch(
@@ -353,7 +388,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m hdet_scale.demo",
         description="Train a byte-level GPT on the source of Python's standard library with 4 "
-        "replicas on the CPU: plain DDP, then HDET. Ends with a table and a picture.",
+        "replicas on the CPU: plain DDP, then HDET. Ends with a table, a picture and a report.",
         epilog="example: python -m hdet_scale.demo --steps 200 --lr 0.006",
     )
     default = Settings()
@@ -367,7 +402,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="how HDET's base falls: as the schedule, or by a constant factor a round to its floor",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="of weights and batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=default.out, help="folder of what it writes")
     return parser.parse_args(argv)
 
 
@@ -392,12 +427,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_lr=options.lr,
             decay=options.decay,
             seed=options.seed,
+            out=options.out,
         )
     except ValueError as error:
         return _fail(error)
     try:
         require("rich", "matplotlib")
-        _run(settings, options.out / "demo.png")
+        _run(settings)
     except (ModuleNotFoundError, OSError, WorkerError) as error:
         return _fail(error)
     except KeyboardInterrupt:
@@ -411,12 +447,16 @@ def _fail(error: Exception) -> int:
     return 1
 
 
-def _run(settings: Settings, picture: Path) -> None:
+def _run(settings: Settings) -> None:
     from rich.console import Console
 
+    from hdet_scale import report
     from hdet_scale.picture import draw
 
     console = Console()
+    runs = [settings.out / folder for folder in FOLDERS.values()]
+    for run in runs:
+        (run / FILE).unlink(missing_ok=True)
     begin = time.perf_counter()
     parameters = GPTConfig.named(settings.size).parameters
     console.print(
@@ -426,8 +466,11 @@ def _run(settings: Settings, picture: Path) -> None:
     )
     plain, hdet = watch(settings, console)
     show(plain, hdet, settings, console)
+    picture, page = settings.out / "demo.png", settings.out / "report.html"
     draw(plain, hdet, picture)
+    page.write_text(report.page([read(run) for run in runs]), encoding="utf-8")
     print(f"picture: {picture}   ({time.perf_counter() - begin:.0f} seconds in all)")
+    print(f"report:  {page}   open it in a browser")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from hdet_scale.designs import check_design
 from hdet_scale.factors import Factor, check_factors, learning_rates
 from hdet_scale.probe import Losses, Probe
 from hdet_scale.race import Race
+from hdet_scale.replay import ReplayLR as ReplayLR
 from hdet_scale.round import Round, RoundRecord, check_loss
 from hdet_scale.rules import Guided
 from hdet_scale.search import Search, peaks_of

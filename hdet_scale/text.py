@@ -1,4 +1,5 @@
-"""Text as bytes: a token is a byte, so that any file is training data without a tokenizer.
+"""Text as bytes: a token is a byte, so that any file is training data without a tokenizer. Or a
+file of tokens that a tokenizer has made, mapped into memory.
 
 The bytes of all files lie one behind the other in one uint8 tensor, one byte a token; the last
 part is held out for validation. A batch is a pure function of (seed, step, rank): a resumed run
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from hdet_scale.spread import stream_seed
 
+TOKEN_TYPES = {"uint8": torch.uint8, "uint16": torch.int16, "uint32": torch.int32}
+"""How a token file is mapped: torch can index the signed types of the same width, and a negative
+number is lifted back when a batch is drawn."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders below the standard library that hold other people's code, or tests with long tables."""
 
@@ -59,8 +63,31 @@ class Text:
             data += Path(path).read_bytes()
         if not data:
             raise ValueError("the files given are empty or none: give text files with content")
-        whole = torch.frombuffer(data, dtype=torch.uint8)
-        cut = len(data) - int(len(data) * held_out)
+        return cls._cut(torch.frombuffer(data, dtype=torch.uint8), held_out)
+
+    @classmethod
+    def mapped(
+        cls, path: str | Path, token_type: str = "uint16", *, held_out: float = 0.05
+    ) -> Text:
+        """A file of raw little-endian tokens, mapped and not read: it may be larger than memory."""
+        if token_type not in TOKEN_TYPES:
+            raise ValueError(f"token_type must be one of {list(TOKEN_TYPES)}, got {token_type!r}")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no token file at {path}: give a file of raw {token_type}")
+        dtype, size = TOKEN_TYPES[token_type], Path(path).stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise ValueError(
+                f"{path} has {size} bytes, which is no whole number of {token_type} tokens: give a "
+                "file of raw tokens, or the right token type"
+            )
+        return cls._cut(
+            torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype),
+            held_out,
+        )
+
+    @classmethod
+    def _cut(cls, whole: Tensor, held_out: float) -> Text:
+        cut = len(whole) - int(len(whole) * held_out)
         return cls(whole[:cut], whole[cut:])
 
 
@@ -88,7 +115,7 @@ def _last_start(tokens: Tensor, context: int) -> int:
     last = tokens.numel() - context - 1
     if last < 0:
         raise ValueError(
-            f"a window of context={context} and its target need {context + 1} bytes and the text "
+            f"a window of context={context} and its target need {context + 1} tokens and the text "
             f"has {tokens.numel()}: give more text, or a shorter context"
         )
     return last
@@ -97,4 +124,6 @@ def _last_start(tokens: Tensor, context: int) -> int:
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     index = starts[:, None] + torch.arange(context + 1)
     window = tokens[index].long()
+    if tokens.is_signed():
+        window &= 256**tokens.itemsize - 1
     return window[:, :-1], window[:, 1:]

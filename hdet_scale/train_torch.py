@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale import fsdp
+from hdet_scale.checkpoints import Kept, writing
 from hdet_scale.config import HDETConfig
 from hdet_scale.model import GPT, Block
 from hdet_scale.optim import FusedAdamW
-from hdet_scale.schedulers import AutoLR
+from hdet_scale.schedulers import AutoLR, ReplayLR
 from hdet_scale.topology import Replicas
+
+DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,21 @@ class Recipe:
     """Largest norm of a replica's gradient."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Arguments of FusedAdamW."""
-    schedule: dict[str, Any] = field(default_factory=lambda: {"max_lr": 1e-3, "total_steps": 1000})
-    """Arguments of OneCycleLR: the base before any steering."""
+    schedule: dict[str, Any] = field(
+        default_factory=lambda: {"max_lr": 1e-3, "total_steps": 1000, "cycle_momentum": False}
+    )
+    """Arguments of OneCycleLR: the base before any steering. Or {"replay": file}: a schedule that
+    hdet replay wrote."""
+    dtype: str = "fp32"
+    """What forward and backward compute in: "fp32" or "bf16"; parameters stay fp32."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
 
 
 class TorchJob:
@@ -56,7 +74,8 @@ class TorchJob:
         build = self._on_fsdp if engine == "fsdp" else self._on_ddp
         self.model: Any = build(model.to(self.device), hdet)
         self.optimizer = FusedAdamW(self.model.parameters(), **recipe.optimizer)
-        schedule = OneCycleLR(self.optimizer, **recipe.schedule)
+        schedule = _schedule(self.optimizer, recipe.schedule)
+        self.total_steps: int | None = schedule.total_steps
         wrapped = self.model if engine == "ddp" else None
         self.scheduler = AutoLR(schedule, hdet, model=wrapped, replicas=self._replicas)
         if engine == "fsdp":
@@ -94,33 +113,48 @@ class TorchJob:
             )
         self._replicas = Replicas.from_mesh(mesh)
         over = mesh["shard"] if hdet.gradients == "local" else mesh
+        # Gradients are reduced in fp32 whatever the forward computes in.
+        bf16 = self.recipe.dtype == "bf16"
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+        )
         for block in model.modules():
             if isinstance(block, Block):
-                fully_shard(block, mesh=over)
-        fully_shard(model, mesh=over)
+                fully_shard(block, mesh=over, mp_policy=policy)
+        fully_shard(model, mesh=over, mp_policy=policy)
         return model
 
     @property
     def step(self) -> int:
-        return self.scheduler.last_epoch
+        return self.scheduler.steps_done
 
     @property
-    def total_steps(self) -> int | None:
-        return int(self.recipe.schedule["total_steps"])
+    def sequences(self) -> int:
+        return self.recipe.batch * self.recipe.accumulation
 
-    def train_step(self, draw: Callable[[int, int], Any]) -> None:
+    def train_step(self, draw: Callable[[int, int], Any]) -> Tensor:
         parts = self.recipe.accumulation
         total = torch.zeros((), device=self.device)
+        # FSDP casts by its own policy.
+        casts = self.engine == "ddp" and self.recipe.dtype == "bf16"
         for part in range(parts):
             inputs, targets = draw(self.recipe.batch, self.step * parts + part)
             self._sync(part == parts - 1)
-            loss: Tensor = self.model(inputs.to(self.device), targets.to(self.device)) / parts
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=casts):
+                loss = self.model(inputs.to(self.device), targets.to(self.device)) / parts
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step(total)
+        return total
+
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # Not through DDP's forward: the replicas are judged one by one.
+        model = self.model.module if self.engine == "ddp" else self.model
+        loss: Tensor = model(inputs.to(self.device), targets.to(self.device))
+        return loss
 
     def _sync(self, last: bool) -> None:
         """Gradients cross ranks with the last micro-batch alone."""
@@ -129,33 +163,91 @@ class TorchJob:
         elif self.scheduler.gradients == "shared":
             self.model.require_backward_grad_sync = last
 
-    # -- checkpoints: a folder for each, whole once its name has no "partial" in it ---------------
+    # -- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        self.scheduler.agree_for_checkpoint()
-        partial, whole = folder / f"partial-{self.step}", folder / f"step-{self.step:08d}"
-        if self.engine == "fsdp":
-            save({"job": self.attached.checkpoint()}, checkpoint_id=str(partial))
-        elif dist.get_rank() == 0:
-            partial.mkdir(parents=True, exist_ok=True)
-            torch.save(self._state(), partial / "job.pt")
-        dist.barrier()
-        if dist.get_rank() == 0:
-            partial.rename(whole)
-        dist.barrier()
+    def _kept(self, apart: bool = False) -> Kept:
+        return Kept(engine=self.engine, ranks=dist.get_world_size(), apart=apart)
+
+    def save(self, run: Path) -> None:
+        apart = not self.scheduler.at_boundary
+        if not apart:
+            self.scheduler.agree_for_checkpoint()
+        with writing(run, self.step, self._kept(apart)) as folder:
+            if apart:
+                torch.save(self._own_state(), folder / _own_file())
+            elif self.engine == "fsdp":
+                save({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
+            elif dist.get_rank() == 0:
+                torch.save(self._state(), folder / "job.pt")
 
     def resume(self, folder: Path) -> None:
-        found = sorted(folder.glob("step-*"))
-        if not found:
-            return
-        if self.engine == "fsdp":
-            load({"job": self.attached.checkpoint()}, checkpoint_id=str(found[-1]))
-            return
-        state = torch.load(found[-1] / "job.pt", map_location=self.device)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        kept = Kept.read(folder)
+        kept.check(self._kept(), folder)
+        if kept.apart:
+            self._load_own(torch.load(folder / _own_file(), map_location=self.device))
+        elif self.engine == "fsdp":
+            load({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
+        else:
+            self._load(torch.load(folder / "job.pt", map_location=self.device))
 
     def _state(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         return {name: part.state_dict() for name, part in parts.items()}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def _own_state(self) -> dict[str, Any]:
+        """In the middle of a round: this rank's, with the slices that it holds."""
+        if self.engine == "ddp":
+            state = self._state()
+        else:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            slices = _local({"model": model, "optimizer": optimizer})
+            state = {**slices, "scheduler": self.scheduler.state_dict()}
+        return {**state, "replica": self.scheduler.replica_state_dict()}
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        if self.engine == "ddp":
+            self._load(state)
+        else:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=_filled(model, state["model"]),
+                optim_state_dict=_filled(optimizer, state["optimizer"]),
+            )
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_replica_state_dict(state["replica"])
+
+
+def _schedule(optimizer: FusedAdamW, options: Mapping[str, Any]) -> OneCycleLR | ReplayLR:
+    if "replay" in options:
+        return ReplayLR(optimizer, options["replay"])
+    return OneCycleLR(optimizer, **options)
+
+
+def _own_file() -> str:
+    return f"rank-{dist.get_rank():05d}.pt"
+
+
+def _local(value: Any) -> Any:
+    """A state with this rank's slices in place of the sharded tensors."""
+    if isinstance(value, dict):
+        return {k: _local(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_local(v) for v in value]
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _filled(live: Any, saved: Any) -> Any:
+    """`saved` in the shape of a live state: slices are written into its sharded tensors."""
+    if isinstance(live, dict):
+        return {k: _filled(v, saved[k]) for k, v in live.items()}
+    if isinstance(live, DTensor):
+        live.to_local().copy_(saved)
+        return live
+    return saved

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.queues import SimpleQueue
@@ -38,14 +38,29 @@ class WorkerError(RuntimeError):
     """A worker failed; the text says which and holds its traceback."""
 
 
+class Refused(Exception):  # noqa: N818 - an answer to the user, not a fault of the program
+    """What the user gave cannot be done; the text is all there is to say."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     rank: int
     traceback: str
+    refused: str | None = None
 
 
-def messages(function: Callable[..., None], count: int, *args: object) -> Iterator[Any]:
-    """Run `function(send, *args)` in `count` workers and yield what they send, until all end."""
+def messages(
+    function: Callable[..., None],
+    count: int,
+    *args: object,
+    backend: str = "gloo",
+    hand_on_term: bool = False,
+) -> Iterator[Any]:
+    """Run `function(send, *args)` in `count` workers and yield what they send, until all end.
+
+    hand_on_term: SIGTERM is handed on to the workers, which end when they are ready. They start
+    with it held back, and `function` is to unblock it once it has a handler.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count must be at least 1 worker, got {count!r}")
     queue: SimpleQueue[Any] = get_context("spawn").SimpleQueue()
@@ -54,23 +69,38 @@ def messages(function: Callable[..., None], count: int, *args: object) -> Iterat
         store = (Path(folder) / "rendezvous").as_uri()
         processes: list[Any] = []
         try:
-            with _interrupts_held():
-                work = (function, count, store, queue, args)
+            with _signals_held():
+                work = (function, count, store, queue, args, backend, hand_on_term)
                 processes += spawn(_work, work, count, join=False).processes
-            yield from _until_ended(processes, queue)
+            with _handed_on(processes) if hand_on_term else nullcontext():
+                yield from _until_ended(processes, queue)
         finally:
             _end(processes)
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Workers start with SIGINT held, as their parent has it: in the seconds of their imports a
-    Ctrl-C would otherwise print a traceback of each."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_held() -> Iterator[None]:
+    """Workers start with SIGINT and SIGTERM held, as their parent has them: in the seconds of
+    their imports a Ctrl-C would otherwise print a traceback of each, and SIGTERM end some."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _handed_on(processes: list[Any]) -> Iterator[None]:
+    def hand_on(number: int, _: object) -> None:
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]:
@@ -80,6 +110,8 @@ def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]
         while not queue.empty():
             message = queue.get()
             if isinstance(message, _Failure):
+                if message.refused is not None:
+                    raise Refused(message.refused)
                 _raise_killed(processes)
                 raise WorkerError(f"worker {message.rank} failed:\n{message.traceback}")
             yield message
@@ -118,17 +150,23 @@ def _work(
     store: str,
     queue: SimpleQueue[Any],
     args: tuple[object, ...],
+    backend: str,
+    hold_term: bool,
 ) -> None:
     # From here Ctrl-C ends a worker without a word; the parent has one for all.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    freed = {signal.SIGINT} if hold_term else {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, freed)
+    # What a launcher would say: engines look for it.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     # The workers share the cores: more threads than cores would only wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
     try:
         function(queue.put, *args)
-    except Exception:
+    except Exception as error:
+        refused = str(error) if isinstance(error, Refused) else None
         # Said before the group goes: the peers' errors, that we are gone, come after it.
-        queue.put(_Failure(rank, traceback.format_exc()))
+        queue.put(_Failure(rank, traceback.format_exc(), refused))
         raise
     dist.destroy_process_group()

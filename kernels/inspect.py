@@ -401,7 +401,9 @@ def _line(r: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; 1 if there is a fault."""
     parser = argparse.ArgumentParser(
-        description="Compile every kernel ahead of time and inspect it."
+        prog="hdet kernels",
+        description="Compile every kernel ahead of time and inspect it.",
+        epilog="example: hdet kernels --target sm_90 --kernel adamw",
     )
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
     parser.add_argument("--kernel", action="append", choices=sorted({c.kernel for c in cases()}))

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from hdet_scale.zero_settings import Settings, merged
+from tests import kills
 from tests import zero_runs as runs
 from tests.fleet import CaseHung, Fleet
 
@@ -392,12 +394,25 @@ def test_the_launcher_trains_and_saves(compiled: None, tmp_path: Path) -> None:
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     command = [launcher, "--num_accelerators", "4", "--module", "hdet_scale.train"]
     command += ["--deepspeed_config", str(tmp_path / "ds.json"), "--text", str(text)]
-    command += ["--context", "16", "--save", str(tmp_path / "saved")]
+    command += ["--context", "16", "--run", str(tmp_path / "saved"), "--json"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"')]
-    assert [x["step"] for x in said[:-1]] == [2, 4, 6]
-    assert said[-1]["done"] == 6
-    assert all(len(x["losses"]) == 2 for x in said[:-1])
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step6"
+    rounds = [x for x in said if x["kind"] == "round"]
+    assert [x["step"] for x in rounds] == [2, 4, 6]
+    assert (said[-1]["kind"], said[-1]["step"]) == ("end", 6)
+    assert all(len(x["losses"]) == 2 for x in rounds)
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000006"
+    assert (tmp_path / "saved" / "step-00000006" / "hdet.json").is_file()
+
+
+def test_a_run_that_is_ended_goes_on_as_if_it_had_not(four: Fleet, tmp_path: Path) -> None:
+    four.run(runs.warm_up, seconds=800)  # the ops are compiled before the clock runs
+    kills.finish(kills.command(tmp_path, "deepspeed", "whole", 60))
+    words = [*kills.command(tmp_path, "deepspeed", "broken", 60), "--resume"]
+    assert kills.break_off(words, signal.SIGTERM, heard=2, pause=0) == 143
+    assert kills.break_off(words, signal.SIGKILL, heard=5, pause=0.02) == -signal.SIGKILL
+    kills.finish(words)
+    assert kills.story(tmp_path / "broken") == kills.story(tmp_path / "whole")
+    assert kills.doubles(tmp_path / "broken") == 0

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hdet_scale import demo
 from hdet_scale.demo import HDET, PLAIN, Progress, Run, Settings
 from hdet_scale.round import RoundRecord
+from hdet_scale.runlog import read
 from hdet_scale.workers import Send, WorkerError, messages
 
 COMMAND = [sys.executable, "-m", "hdet_scale.demo"]
@@ -114,6 +115,12 @@ def test_a_short_run_ends_with_the_table_and_the_picture(tmp_path: Path) -> None
     assert str(picture) in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
+    page = tmp_path / "new" / "report.html"
+    assert done.stdout.splitlines()[-1] == f"report:  {page}   open it in a browser"
+    plain, hdet = (read(tmp_path / "new" / name) for name in ("plain", "hdet"))
+    assert len(plain.bases()["lr/group0"]) == len(hdet.bases()["lr/group0"]) == 20
+    assert [len(log.rounds) for log in (plain, hdet)] == [0, 5]
+    assert all(log.name in page.read_text() for log in (plain, hdet))
 
 
 def test_the_table_and_the_verdict_say_what_happened() -> None:

@@ -94,5 +94,32 @@ def test_wrong_input_is_refused(tmp_path: Path, counting: torch.Tensor) -> None:
         Text.read([tmp_path / "empty"], held_out=1)
     with pytest.raises(FileNotFoundError):
         Text.read([tmp_path / "missing"])
-    with pytest.raises(ValueError, match=r"context=200 and its target need 201 bytes.*has 200"):
+    with pytest.raises(ValueError, match=r"context=200 and its target need 201 tokens.*has 200"):
         batch(counting, size=1, context=200, seed=0, step=0, rank=0)
+
+
+@pytest.mark.parametrize(("kind", "top"), [("uint8", 255), ("uint16", 65_535), ("uint32", 2**31)])
+def test_a_token_file_is_mapped(kind: str, top: int, tmp_path: Path) -> None:
+    tokens = [0, 1, top, top - 1, 7, 300 % (top + 1)] * 20
+    path = tmp_path / "tokens.bin"
+    width = {"uint8": 1, "uint16": 2, "uint32": 4}[kind]
+    path.write_bytes(b"".join(t.to_bytes(width, "little") for t in tokens))
+    found = Text.mapped(path, kind, held_out=0.1)
+    assert found.train.numel() == 108
+    assert found.validation.numel() == 12
+    inputs, targets = batch(found.train, size=4, context=6, seed=0, step=0, rank=0)
+    assert inputs.dtype == torch.int64
+    for row, following in zip(inputs.tolist(), targets.tolist(), strict=True):
+        window = [*row, following[-1]]
+        assert any(window == tokens[i : i + 7] for i in range(102))
+
+
+def test_a_token_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"123")
+    with pytest.raises(ValueError, match="3 bytes, which is no whole number of uint16 tokens"):
+        Text.mapped(path)
+    with pytest.raises(ValueError, match="token_type must be one of"):
+        Text.mapped(path, "int64")
+    with pytest.raises(FileNotFoundError, match="no token file at"):
+        Text.mapped(tmp_path / "none.bin")

@@ -1,0 +1,271 @@
+"""HF Trainer, Accelerate and Lightning, the real ones, on two gloo ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hdet_scale.config import HDETConfig
+from hdet_scale.counted import Counted
+from hdet_scale.runlog import read
+from tests.fleet import Fleet
+
+CONFIG = HDETConfig(spread=0.3, interval=4, rule="paper")
+
+
+def as_launched(rank: int, size: int) -> None:
+    """What torchrun tells a process; the process group is up already."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+
+def rows(count: int, *, alike: bool) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    made = [torch.randint(64, (16,)) for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in ([made[0]] * count if alike else made)]
+
+
+def hf_train(
+    rank: int, size: int, home: str, resume: str | None, alike: bool, **options: Any
+) -> dict[str, Any]:
+    """12 steps of the Trainer; what the callback saw and what is left behind."""
+    as_launched(rank, size)
+    from transformers import Trainer, TrainingArguments
+
+    from hdet_scale.hf import HDETCallback
+
+    model, records, rates = gpt2(), [], []
+    callback = HDETCallback(CONFIG, log=Path(home, "log") if resume is None else None)
+
+    class Watch(HDETCallback):
+        """Beside ours: the rounds, and the rate of each step on this rank."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            callback.scheduler.on_round(records.append)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates.append(callback.scheduler.get_last_lr()[0])
+
+        def on_step_end(self, *_: Any, **__: Any) -> None: ...
+        def on_save(self, *_: Any, **__: Any) -> None: ...
+        def on_train_end(self, *_: Any, **__: Any) -> None: ...
+
+    chosen = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 12, **options}
+    arguments = TrainingArguments(
+        output_dir=home,
+        use_cpu=True,
+        report_to=[],
+        save_steps=4,
+        disable_tqdm=True,
+        seed=7,
+        **chosen,
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=rows(96, alike=alike), callbacks=[callback, Watch()]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    schedule = trainer.lr_scheduler
+    return {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "rounds": [(r.step, r.losses, r.bases["lr/group0"]) for r in records],
+        "rates": rates,
+        "counted": getattr(schedule, "scheduler", schedule).last_epoch,
+        "own step again": type(schedule) is torch.optim.lr_scheduler.LambdaLR,
+    }
+
+
+def test_the_trainer_explores_counts_once_and_resumes(pair: Fleet, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    first, second = pair.run(hf_train, str(tmp_path), None, False)
+    assert [step for step, _, _ in first["rounds"]] == [4, 8, 12]
+    assert first["rounds"] == second["rounds"]
+    assert first["counted"] == 12
+    assert first["own step again"]
+    assert all(a != b for a, b in zip(first["rates"], second["rates"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    assert len(read(tmp_path / "log").rounds) == 3
+    checkpoint = str(tmp_path / "checkpoint-8")
+    again = pair.run(hf_train, str(tmp_path), checkpoint, False)[0]
+    assert again["rounds"] == first["rounds"][2:]
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], again["weights"], strict=True))
+
+
+def test_the_loss_is_this_replicas_mean_whatever_the_trainer_divides_by(
+    pair: Fleet, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    found = pair.run(hf_accumulated, str(tmp_path))[0]
+    model, row = gpt2(), rows(1, alike=True)[0]
+    loss = float(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
+    assert found["counted"] == 12
+    for _, losses, _ in found["rounds"]:
+        assert losses == pytest.approx([loss, loss], rel=1e-5)
+
+
+def hf_accumulated(rank: int, size: int, home: str) -> dict[str, Any]:
+    """The weights stand still and every row is the same: every loss is that of the row."""
+    return hf_train(
+        rank, size, home, None, True, learning_rate=1e-12, gradient_accumulation_steps=2
+    )
+
+
+def accelerated(rank: int, size: int) -> tuple[list[tuple[int, Any]], int, list[Tensor]]:
+    """A loop with Accelerate whose scheduler it steps once for each process."""
+    as_launched(rank, size)
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from hdet_scale.hf import attach
+
+    accelerator = Accelerator(cpu=True)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    loader = DataLoader(rows(32, alike=False), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    hdet = attach(model, optimizer, schedule, CONFIG)
+    records: list[Any] = []
+    hdet.exploring.on_round(records.append)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    hdet.exploring.finalize()
+    hdet.detach()
+    weights = [p.detach().clone() for p in model.parameters()]
+    return [(r.step, r.losses) for r in records], schedule.scheduler.last_epoch, weights
+
+
+def test_accelerate_counts_once(pair: Fleet) -> None:
+    pytest.importorskip("accelerate", reason="the hf extra is not installed")
+    (rounds, counted, first), (_, _, second) = pair.run(accelerated)
+    assert counted == 8
+    assert [step for step, _ in rounds] == [4, 8]
+    assert len({loss for _, losses in rounds for loss in losses}) == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def lightning_fit(rank: int, size: int, home: str) -> dict[str, Any]:
+    """The Lightning Trainer with DDP; 8 optimizer steps of two micro-batches."""
+    as_launched(rank, size)
+    os.environ["NODE_RANK"] = "0"
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    from hdet_scale.lightning import HDETCallback
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(4, 1)
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = (self.inner(batch) - batch.sum(1, keepdim=True)).square().mean()
+            self.seen.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    torch.manual_seed(1)
+    module, callback, records = Module(), HDETCallback(CONFIG), []
+
+    class Watch(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            callback.scheduler.on_round(records.append)
+
+    trainer = pl.Trainer(
+        default_root_dir=home,
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp",
+        max_steps=8,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[callback, Watch()],
+    )
+    trainer.fit(module, DataLoader(torch.randn(64, 4), batch_size=2))  # type: ignore[arg-type]
+    return {
+        "rounds": [(r.step, r.losses) for r in records],
+        "seen": module.seen,
+        "counted": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
+        "weights": [p.detach().clone() for p in module.parameters()],
+        "state": callback.state_dict(),
+    }
+
+
+def test_lightning_explores_and_counts_once(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="the lightning extra is not installed")
+    fleet = Fleet(2)  # Lightning ends the process group of its processes
+    try:
+        first, second = fleet.run(lightning_fit, str(tmp_path))
+    finally:
+        fleet.stop()
+    assert first["counted"] == 8
+    assert [step for step, _ in first["rounds"]] == [4, 8]
+    for (_, losses), at in zip(first["rounds"], (slice(0, 8), slice(8, 16)), strict=True):
+        own = [sum(r["seen"][at]) / 8 for r in (first, second)]
+        assert losses == pytest.approx(own, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    assert first["state"] == {}
+
+
+def test_only_a_step_of_the_optimizer_counts() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    counted = Counted(optimizer, schedule, HDETConfig(spread=0.0, interval=2))
+    schedule.step()
+    assert schedule.last_epoch == 0
+    weight.grad = torch.ones(2)
+    for expected in (1, 2):
+        optimizer.step()
+        for _ in range(3):
+            schedule.step()
+        assert schedule.last_epoch == expected
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**expected
+    counted.detach()
+    schedule.step()
+    assert schedule.last_epoch == 3
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    from hdet_scale.hf import attach
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match="made for another optimizer"):
+        Counted(other, schedule, HDETConfig())
+    with pytest.raises(TypeError, match="is not a torch scheduler"):
+        Counted(optimizer, object(), HDETConfig())
+    with pytest.raises(ValueError, match='use "shared"'):
+        attach(nn.Linear(1, 1), optimizer, schedule, HDETConfig(gradients="local"))
