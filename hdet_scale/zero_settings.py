@@ -26,7 +26,7 @@ from hdet_scale.config import HDETConfig
 TYPES = ("HDETOneCycle", "HDETAutoLR")
 """The scheduler types that a config may name."""
 KEYS = tuple(f.name for f in dataclasses.fields(HDETConfig) if f.name != "total_steps")
-"""HDET's keys that may stand among a scheduler's params; there total_steps is the schedule's own."""
+"""HDET's keys allowed among a scheduler's params; total_steps is the schedule's own there."""
 
 
 @dataclass(frozen=True, slots=True)
