@@ -112,7 +112,8 @@ class TorchJob:
                 f"{dist.get_world_size()} ranks: leave one of them out"
             )
         self._replicas = Replicas.from_mesh(mesh)
-        over = mesh["shard"] if hdet.gradients == "local" else mesh
+        # A race keeps gradients local for a while, which HSDP's own all-reduce cannot.
+        over = mesh["shard"] if hdet.gradients == "local" or hdet.searches else mesh
         # Gradients are reduced in fp32 whatever the forward computes in.
         bf16 = self.recipe.dtype == "bf16"
         policy = MixedPrecisionPolicy(

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR
+from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, fsdp
 from hdet_scale.probe import Probe, common_batches
 from hdet_scale.search import peaks_of
 from tests.fleet import Fleet
@@ -470,3 +471,62 @@ def test_four_replicas_from_far_below_and_far_above_meet(quartet: Fleet) -> None
     assert same(*[p for _, p in low])
     assert same(*[p for _, p in high])
     assert abs(math.log2(low[0][0] / high[0][0])) < 2.5, (low[0][0], high[0][0])
+
+
+def _sharded(rank: int, size: int) -> Any:
+    """Two replicas of two shards each race, go back, and train on with shared gradients."""
+    mesh = fsdp.build_mesh(shards=2, device="cpu")
+    torch.manual_seed(0)
+    model = toy(wrap=False)
+    fully_shard(model.inner, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    start = [p.to_local().clone() for p in model.parameters()]
+    optimizer = AdamW(model.parameters(), lr=3e-5)
+    config = HDETConfig(rule="auto", total_steps=S)
+    inner = CosineAnnealingLR(optimizer, S)
+    with fsdp.attach(model, optimizer, inner, mesh=mesh, config=config) as hdet:
+        scheduler = hdet.scheduler
+        scheduler.probe_with(common(model), model)
+        step, gradients = 0, []
+        while scheduler.searching:
+            scheduler.step(learn(model, optimizer, step, rank))
+            gradients.append(model.inner.weight.grad.to_local().clone())
+            step += 1
+        back = same([p.to_local().clone() for p in model.parameters()], start)
+        for _ in range(3):
+            scheduler.step(learn(model, optimizer, step, rank))
+            gradients.append(model.inner.weight.grad.to_local().clone())
+            step += 1
+        mine = [p.to_local().clone() for p in model.parameters()]
+        found = scheduler._round.steering.found[0]
+        return back, found, mine, gradients[0], gradients[-1], hdet.replicas.shard_rank
+
+
+def test_sharded_replicas_race_and_go_back(quartet: Fleet) -> None:
+    out = quartet.run(_sharded)
+    assert all(back for back, *_ in out)
+    assert len({found for _, found, *_ in out}) == 1
+    assert out[0][1] > 4
+    for shard in (0, 1):
+        one, two = (o for o in out if o[5] == shard)
+        assert same(one[2], two[2])
+        assert not torch.equal(one[3], two[3])
+        assert torch.equal(one[4], two[4])
+
+
+def _native(rank: int, size: int) -> str:
+    mesh = fsdp.build_mesh(shards=2, device="cpu")
+    model = toy(wrap=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=3e-5)
+    inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="auto", total_steps=S)
+    try:
+        fsdp.attach(model, optimizer, inner, config=config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_hsdp_keeps_in_step_are_refused(quartet: Fleet) -> None:
+    for said in quartet.run(_native):
+        assert "mesh=mesh['shard']" in said

@@ -1,0 +1,150 @@
+"""The arbiter's simulated replicas are the real ones; its arithmetic is what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from benchmarks.lr_recovery import PROBES, Arbiter, run_heat, scheduled, weights
+from benchmarks.lr_tasks import JUDGED, TASKS, Stacked, Task
+from hdet_scale import OneCycleAutoLR
+from hdet_scale.race import Race
+from tests.fleet import Fleet
+
+S, START = 600, 0.3
+
+
+class Copy(nn.Module):
+    """One copy of a task's model as an ordinary module."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        super().__init__()
+        self.task = task
+        self.weights = nn.ParameterDict({k: v.clone() for k, v in weights(task, seed).items()})
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.task.losses(dict(self.weights.items()), indices[None])[0]
+
+
+def optimizer_of(task: Task, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    if task.optimizer == "sgd":
+        return SGD(
+            model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=task.weight_decay
+        )
+    return AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=task.weight_decay)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_stacked_copies_step_as_torchs_optimizers_do(name: str) -> None:
+    """Three copies at three learning rates against three ordinary trainings."""
+    task = TASKS[name]
+    rates = [task.around / 4, task.around / 2, task.around]
+    stacked = Stacked(task, weights(task, 0, 3))
+    batches = task.draw(5, 4, 8)
+    for batch in batches:
+        _, gradients = stacked.gradients(batch.expand(3, -1))
+        stacked.step(torch.tensor(rates), gradients)
+    for i, rate in enumerate(rates):
+        model = Copy(task, 0)
+        optimizer = optimizer_of(task, model, rate)
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+        for key, value in model.weights.items():
+            torch.testing.assert_close(stacked.params[key][i], value[0], rtol=2e-3, atol=2e-4)
+
+
+def _real(rank: int, size: int, name: str) -> Any:
+    """The race of the library, in processes, on the simulation's batches."""
+    torch.set_num_threads(1)
+    task = TASKS[name]
+    model = DistributedDataParallel(Copy(task, 1))
+    rate = task.around * START
+    optimizer = optimizer_of(task, model, rate)
+    small = task.batch // size
+
+    def probe() -> Any:
+        return (model.module(b) for b in task.draw(10**6 + 1, PROBES, task.batch // 8))
+
+    scheduler = OneCycleAutoLR(
+        optimizer, rate, total_steps=S, rule="race", model=model, probe=probe, cycle_momentum=False
+    )
+    heard: list[Any] = []
+    scheduler.on_round(heard.append)
+    heats = 0
+    while scheduler.searching:
+        heats += 1
+        steps = scheduler._search.rule.heat().steps
+        for batch in task.draw((20_000 + heats) * size + rank, steps, small):
+            optimizer.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss)
+    return [r.losses for r in heard], scheduler._search.rule.scale
+
+
+@pytest.mark.parametrize("name", ["denoise", "ngram"])
+def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
+    task = TASKS[name]
+    rule = Race(replicas=2, total_steps=S, adaptive=task.optimizer == "adamw")
+    losses, heats = [], 0
+    while not rule.over:
+        heats += 1
+        levels = run_heat(task, 1, rule, task.around * START, 20_000 + heats)
+        losses.append(tuple(levels[k].mean for k in rule.heat().levels))
+        rule.close(levels)
+    for real, scale in pair.run(_real, name):
+        for mine, theirs in zip(losses, real, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                both = math.isfinite(a) and math.isfinite(b)
+                assert a == pytest.approx(b, rel=2e-3) if both else math.isfinite(a) == both
+        assert scale == pytest.approx(rule.scale, rel=0.05)
+
+
+def test_nothing_was_tuned_on_what_is_judged() -> None:
+    assert set(JUDGED) == {"vit", "denoise", "ngram"}
+    assert all(task.held_out >= 1000 for task in TASKS.values())
+
+
+def test_held_out_examples_are_never_drawn() -> None:
+    for task in TASKS.values():
+        assert int(task.draw(0, 50).max()) < task.train
+
+
+def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
+    values = [scheduled(t, 400) for t in range(400)]
+    assert max(values) == 1.0
+    assert values.index(1.0) == 19
+    assert values[-1] < 1e-4
+
+
+def test_the_arbiter_resumes_and_pairs_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arbiter = Arbiter(path)
+    task, calls = TASKS["over"], []
+
+    def row(loss: float, rate: float) -> Any:
+        return lambda: calls.append(loss) or {"loss": loss, "rate": rate, "extra": 0.0}
+
+    for seed, shift in ((0, 0.0), (1, 1.0)):
+        for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, math.nan)):
+            arbiter.run(task, 800, seed, "grid", rate, row(loss + shift, rate))
+        arbiter.run(task, 800, seed, "race", 0.1, row(2.2 + 1.1 * shift, 0.1))
+    again = Arbiter(path)
+    again.run(task, 800, 0, "race", 0.1, row(9.0, 9.0))
+    assert 9.0 not in calls
+    assert again.best("over", 800) == (0.2, {0: 2.0, 1: 3.0})
+    excess = again.excesses()["over", 800, "race", 0.1]
+    assert [round(e, 6) for e, _ in excess] == [10.0, 10.0]
+    assert len([json.loads(x) for x in path.read_text().splitlines()]) == 8
+    assert "race from 0.1 x: mean +10.0 %" in again.table()
