@@ -152,7 +152,7 @@ def test_what_the_library_says_becomes_events(tmp_path: Path) -> None:
 class Later(RoundRecord):
     """A record of a rule that says more."""
 
-    phase: str = "climb"
+    mood: str = "calm"
     evidence: dict[str, float] = field(default_factory=lambda: {"slope/group0": -0.5})
 
 
@@ -161,7 +161,7 @@ def test_fields_that_a_record_gains_are_written(tmp_path: Path) -> None:
     later = Later(**{name: getattr(base, name) for name in RoundRecord.__slots__})
     with RunLog(tmp_path) as log:
         log.round(later)
-    assert read(tmp_path).rounds[0]["phase"] == "climb"
+    assert read(tmp_path).rounds[0]["mood"] == "calm"
     assert read(tmp_path).rounds[0]["evidence"] == {"slope/group0": -0.5}
     assert boards.round_scalars(later)["hdet/slope/group0"] == -0.5
 
