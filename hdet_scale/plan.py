@@ -421,7 +421,11 @@ def _shards(config: HDETConfig) -> int:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of `hdet plan`."""
-    parser = argparse.ArgumentParser(prog="hdet plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="hdet plan",
+        description=__doc__.splitlines()[0],
+        epilog="example: hdet plan 70B --gpus 1024",
+    )
     add = parser.add_argument
     add("model", help="70B, gpt:125m, a config.json, or package.module:function")
     add("--gpus", type=int, required=True, help="world size")

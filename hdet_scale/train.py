@@ -38,6 +38,7 @@ from hdet_scale.model import GPT, SIZES, GPTConfig
 from hdet_scale.progress import Show, shown
 from hdet_scale.round import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, plain
+from hdet_scale.schedulers import GUIDED
 from hdet_scale.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
 from hdet_scale.workers import Refused, WorkerError, messages
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace, show: Show) -> int:
         shape, text = _shape(args), _text(args)
         job = _job(args, shape)
         args.run = args.run or _shared_name()
-        if job.scheduler.searching:
+        if job.scheduler.searching or job.scheduler._round.config.rule in GUIDED:
             _probe(job, text, shape)
         if args.resume:
             found = checkpoints.newest(args.run)
@@ -243,7 +244,7 @@ class _Writer:
         columns = zip(names, zip(*self._bases, strict=True), strict=True)
         speed = self._tokens / pace
         self.log.step(step, loss, dict(columns), tokens_per_second=round(speed, 1))
-        steps_left, explores = -step % scheduler.interval, scheduler._round.config.diverges
+        steps_left, explores = -step % scheduler.interval, scheduler._round.diverges
         self.show(
             {
                 "kind": "step",
@@ -306,7 +307,7 @@ def _job(args: argparse.Namespace, shape: GPTConfig) -> Job:
     plain_recipe = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
     recipe = _recipe(args, plain_recipe)
     asked = {**values.get("hdet", {}), **_asked(args)}
-    if asked.get("rule") in ("race", "auto"):  # a search takes a share of the run
+    if asked.get("rule") in ("race", "auto", *GUIDED):  # a search takes a share of the run
         asked.setdefault("total_steps", recipe.schedule.get("total_steps"))
     hdet = HDETConfig.from_dict(asked)
     return TorchJob(args.engine, GPT(shape, seed=args.seed), recipe, hdet)
@@ -377,7 +378,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--replicas", type=int, metavar="N", help="over the config's, as the next five")
     add("--shards", type=int, metavar="N", help="ranks of one replica")
     add("--gradients", choices=("shared", "local"), help="cross replicas each step, or never")
-    add("--rule", help="what steers: paper, race, auto, none")
+    add("--rule", help="what steers: paper, slope, climb, race, auto, none")
     add("--spread", type=float, metavar="A", help="0 is plain training")
     add("--interval", type=int, metavar="T", help="steps of a round")
     add("--lr", type=float, help="peak of the schedule, over the config's")

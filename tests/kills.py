@@ -106,7 +106,7 @@ def break_off(words: list[str], number: signal.Signals, *, heard: int, pause: fl
     assert process.stdout is not None
     while heard:
         line = process.stdout.readline()
-        assert line, process.stderr.read() if process.stderr else ""
+        assert line, "the run ended before it was to be: " + process.communicate()[1]
         heard -= line.startswith('{"')
     time.sleep(pause)
     os.kill(process.pid, number)
@@ -158,7 +158,7 @@ def chain(home: Path, layout: str, number: signal.Signals, kills: int, steps: in
     while found.kills < kills:
         # One in five while it starts, the others at any moment of the training.
         starting = draw.random() < 0.2
-        heard, pause = (0, draw.uniform(0, 8)) if starting else (draw.randint(1, 25), 0.0)
+        heard, pause = (0, draw.uniform(0, 5)) if starting else (draw.randint(1, 25), 0.0)
         code = break_off(words, number, heard=heard, pause=pause or draw.uniform(0, 0.1))
         assert code != 0, "the run was over before it was ended: make it longer"
         found.kills += 1
@@ -173,7 +173,7 @@ def chain(home: Path, layout: str, number: signal.Signals, kills: int, steps: in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     options = parser.parse_args()
     good = True

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,20 +150,20 @@ def test_what_the_library_says_becomes_events(tmp_path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later(RoundRecord):
-    """A record of a rule that says more."""
+    """A record that has gained a field."""
 
-    phase: str = "climb"
-    evidence: dict[str, float] = field(default_factory=lambda: {"slope/group0": -0.5})
+    mood: str = "calm"
 
 
 def test_fields_that_a_record_gains_are_written(tmp_path: Path) -> None:
-    base = record(10)
+    base = record(10, evidence={"lr/group0": -0.5, "noise": 2.0}, phase="climb")
     later = Later(**{name: getattr(base, name) for name in RoundRecord.__slots__})
     with RunLog(tmp_path) as log:
         log.round(later)
-    assert read(tmp_path).rounds[0]["phase"] == "climb"
-    assert read(tmp_path).rounds[0]["evidence"] == {"slope/group0": -0.5}
+    line = read(tmp_path).rounds[0]
+    assert (line["mood"], line["phase"], line["evidence"]["noise"]) == ("calm", "climb", 2.0)
     assert boards.round_scalars(later)["hdet/slope/group0"] == -0.5
+    assert boards.round_scalars(later)["hdet/noise"] == 2.0
 
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
