@@ -351,9 +351,10 @@ class Arbiter:
                 if not drawn:
                     continue
                 excess = [e for e, _ in drawn]
-                mean = statistics.fmean(excess) if all(map(math.isfinite, excess)) else math.inf
+                mean = _mean_or_inf(excess)
                 means.append(mean)
-                error = statistics.stdev(excess) / math.sqrt(len(excess)) if excess[1:] else 0.0
+                many = len(excess) > 1 and math.isfinite(mean)
+                error = statistics.stdev(excess) / math.sqrt(len(excess)) if many else math.nan
                 ratio = math.exp(statistics.fmean(math.log(max(r, 1e-12)) for _, r in drawn))
                 flag = "*" if task in JUDGED else ""
                 cells.append(

@@ -260,7 +260,7 @@ def _replicas(model: nn.Module, mesh: DeviceMesh | None, replica: str, shard: st
 
 def _mode(scheduler: LRScheduler, config: HDETConfig | None) -> str:
     if isinstance(scheduler, Exploring):
-        return scheduler.gradients
+        return scheduler.gradients_of_the_run
     return (config or HDETConfig()).gradients
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hdet_scale.topology import Replicas
 
@@ -114,6 +115,10 @@ def _evaluating(model: nn.Module | None) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+            if isinstance(module, FSDPModule):
+                # A forward without a backward leaves the whole parameters behind, and the next
+                # one would use them, though their shards have moved on.
+                module.reshard()
 
 
 @contextlib.contextmanager

@@ -248,8 +248,13 @@ class Exploring:
 
     @property
     def gradients(self) -> str:
-        """ "shared" or "local", now: local while a race is under way."""
+        """ "shared" or "local" at the next step: local while a race is under way."""
         return "local" if self.searching else self._round.config.gradients
+
+    @property
+    def gradients_of_the_run(self) -> str:
+        """ "shared" or "local", as configured."""
+        return self._round.config.gradients
 
     @property
     def bucket_bytes(self) -> int:
@@ -286,6 +291,10 @@ class Exploring:
         `gradients` at each step from then on."""
         self._round.rehome(replicas, model, gradients)
         self.engine_obeys = True
+        for holder in (self._search, self._round):
+            probe = getattr(holder, "probe", None)
+            if isinstance(probe, Probe) and probe.model is None:
+                probe.model = model
         if self._search is not None:
             self._search.rehome()
             self._unwatch()

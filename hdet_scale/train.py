@@ -348,7 +348,7 @@ def _about(args: argparse.Namespace, job: Job, shape: GPTConfig) -> dict[str, An
         "parameters": shape.parameters,
         "replicas": place.size,
         "shards": place.shard_size,
-        "gradients": job.scheduler.gradients,
+        "gradients": job.scheduler.gradients_of_the_run,
         "interval": job.scheduler.interval,
         "sequences": job.sequences * dist.get_world_size(),
         "seed": args.seed,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, fsdp
+from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.probe import Probe, common_batches
 from hdet_scale.search import peaks_of
 from tests.fleet import Fleet
@@ -484,9 +484,9 @@ def _sharded(rank: int, size: int) -> Any:
     optimizer = AdamW(model.parameters(), lr=3e-5)
     config = HDETConfig(rule="auto", total_steps=S)
     inner = CosineAnnealingLR(optimizer, S)
-    with fsdp.attach(model, optimizer, inner, mesh=mesh, config=config) as hdet:
-        scheduler = hdet.scheduler
-        scheduler.probe_with(common(model), model)
+    where = Replicas.from_mesh(mesh)
+    scheduler = AutoLR(inner, config, replicas=where, probe=common(model))
+    with fsdp.attach(model, optimizer, scheduler, mesh=mesh) as hdet:
         step, gradients = 0, []
         while scheduler.searching:
             scheduler.step(learn(model, optimizer, step, rank))
