@@ -32,7 +32,7 @@ LAYOUTS = {
     "fsdp local": ("fsdp", 2, {"replicas": 2, "gradients": "local"}),
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
 }
-SECONDS = 240
+SECONDS = 600
 
 
 @dataclass
