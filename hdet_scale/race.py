@@ -251,8 +251,8 @@ class Parabola:
     """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest.
 
     A loss rises like a parabola near its minimum and like a cliff beyond the edge of stability:
-    level k counts with w_k = (1 + ((y_k - min y) / h)^2)^-2, h the median of y_k - min y, so that
-    a cliff neither bends the parabola nor passes for noise.
+    level k counts with w_k = 1 / (1 + ((y_k - min y) / h)^2), h the median of y_k - min y, so that
+    a cliff holds the minimum back and does not pass for noise.
     """
 
     minimum: float
@@ -277,7 +277,7 @@ class Parabola:
         u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
         typical = statistics.median(y - ys[best] for y in ys if math.isfinite(y))
-        weights = [(1 + (y / typical) ** 2) ** -2 if typical > 0 else 1.0 for y in v]
+        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
         c0, c1, c2 = _least_squares(u, v, weights)
         left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
         squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))

@@ -187,7 +187,7 @@ def test_the_parabola_is_the_weighted_least_squares_one(losses: list[float], gap
     typical = float(numpy.median(above))
     if typical < 1e-6:
         return
-    root = 1 / (1 + (above / typical) ** 2)  # numpy squares its weights
+    root = numpy.sqrt(1 / (1 + (above / typical) ** 2))  # numpy squares its weights
     c2, c1, c0 = numpy.polyfit([x - xs[best] for x in xs], losses, 2, w=root)
     assert abs(found.minimum - xs[best]) <= gap * (1 + 1e-9)
     inside = -best * gap < -c1 / (2 * c2 or 1) < (len(losses) - 1 - best) * gap
@@ -198,14 +198,16 @@ def test_the_parabola_is_the_weighted_least_squares_one(losses: list[float], gap
 
 
 def test_a_cliff_does_not_pass_for_noise() -> None:
-    """Beyond the edge of stability losses are finite and huge; the rest decides."""
+    """Beyond the edge of stability losses are finite and huge: what is found stays below, and is
+    found all the same."""
 
     def loss(x: float) -> float:
         return 2.0 + 0.1 * math.log(x / 10.0) ** 2 + (40.0 if x > 15.0 else 0.0)
 
     rule = Race(replicas=8, total_steps=S, adaptive=False)
     play(rule, loss)
-    assert 5.0 < rule.scale < 15.0, rule.verdict
+    assert rule.verdict.startswith("found")
+    assert 4.0 < rule.scale < 15.0, rule.verdict
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=40))
