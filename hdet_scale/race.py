@@ -114,7 +114,7 @@ class Race:
         self.stage, self.index = 0, 0
         self.offsets = [COARSE * (8 * k / self.size - 4) for k in range(self.size)]
         self.seen = [Level() for _ in range(self.size)]
-        self.found = 0.0
+        self.lead, self.found = 0.0, 0.0
         self.verdict = ""
 
     def _steps(self, stage: int) -> int:
@@ -186,6 +186,7 @@ class Race:
             return "no learning rate of the race stayed finite: the schedule given stays"
         middle = Parabola.through(self.offsets, losses, self.size // 4).minimum
         given = losses[self.size // 2]
+        self.lead = given - losses[best]
         self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
         if abs(middle) <= FINE:
             nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
@@ -200,9 +201,11 @@ class Race:
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the second stage stayed finite: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, self.size // 4)
-        # Outside the span of this stage the level that is nearest stands for what was given.
         nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
         gain = losses[nearest] - curve.lowest
+        if self.offsets[nearest] != 0.0:
+            # Outside the span of this stage: its edge, and what the first stage showed.
+            gain = max(gain, self.lead)
         ahead = (
             f"{math.exp(curve.minimum):.3g} x the learning rate given, ahead of it by {gain:.3g} "
             f"in the loss with a scatter of {curve.scatter:.3g}"
@@ -223,6 +226,7 @@ class Race:
             "index": self.index,
             "offsets": list(self.offsets),
             "seen": [[x.count, x.total, x.squares] for x in self.seen],
+            "lead": self.lead,
             "found": self.found,
             "verdict": self.verdict,
         }
@@ -233,7 +237,8 @@ class Race:
         self.stage, self.index = int(state["stage"]), int(state["index"])
         self.offsets = [float(x) for x in state["offsets"]]
         self.seen = [Level(*map(float, row)) for row in state["seen"]]
-        self.found, self.verdict = float(state["found"]), str(state["verdict"])
+        self.lead, self.found = float(state["lead"]), float(state["found"])
+        self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a race of other replicas or another length; once it is over, it fits any."""

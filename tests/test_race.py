@@ -92,6 +92,17 @@ def test_the_learning_rate_given_is_a_level_of_both_stages(n: int) -> None:
     assert 0.0 in rule.offsets
 
 
+def test_a_learning_rate_far_above_the_edge_of_stability_is_left() -> None:
+    """Outside the second stage, where its nearest level is nearly as good as the best."""
+
+    def loss(x: float) -> float:
+        return 2.0 + 0.001 * math.log(x / 0.1) ** 2 + (5.0 if x > 0.5 else 0.0)
+
+    rule = Race(replicas=8, total_steps=S, adaptive=True)
+    play(rule, loss)
+    assert rule.scale < 0.5, rule.verdict
+
+
 def test_the_right_learning_rate_is_kept() -> None:
     """From the best, noise must not move it further than it can tell apart."""
     worst = 0.0
