@@ -21,7 +21,7 @@ SHORT = {
     "throughput": ["--turns", "60", "--no-rows"],
     "ablation": ["--ranks", "4", "--steps", "30", "--seeds", "1", "--high", "0.3", "--no-rows"],
     "time_to_loss": ["--ranks", "2", "--steps", "60", "--seeds", "1", "--no-rows"],
-    "factor_recovery": ["--short", "--only", "dropout"],
+    "factor_recovery": ["--short", "--only", "dropout", "--no-rows"],
     "lr_recovery": ["--short"],
 }
 TOLD = ("figure:", "MISSED")
