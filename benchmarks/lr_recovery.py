@@ -105,10 +105,11 @@ def run_heat(task: Task, seed: int, rule: Race, start: float, data: int) -> list
 def race(task: Task, seed: int, total: int, start: float) -> Race:
     """The rule as it stands after its last heat."""
     rule = Race(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
+    first = Level.of(probe(task, weights(task, seed), seed)[0])
     heats = 0
     while not rule.over:
         heats += 1
-        rule.close(run_heat(task, seed, rule, start, 10_000 * (seed + 1) + heats))
+        rule.close(run_heat(task, seed, rule, start, 10_000 * (seed + 1) + heats), first)
     return rule
 
 
@@ -119,7 +120,7 @@ def raced(task: Task, seed: int, steps: int, start: float, *, inside: bool) -> R
     left = total - rule.budget
     rate = start * rule.scale
     # A forward is a third of a step, and a micro-batch an eighth of a batch.
-    probed = 2 * rule.heats * PROBES / REPLICAS / 3
+    probed = (2 * rule.heats + 1) * PROBES / REPLICAS / 3
     return {
         "loss": fixed(task, seed, left, [rate])[0],
         "rate": rate,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hdet_scale.gradient_mean import GradientMean, gradient_of
 from hdet_scale.spread import stream_seed
 from hdet_scale.topology import Replicas
 
@@ -27,6 +28,35 @@ def keep_gradients_local(model: DistributedDataParallel) -> Callable[[], None]:
 
     def undo() -> None:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    return undo
+
+
+def share_gradients(
+    params: Sequence[Tensor], sharers: Callable[[], Replicas], bucket_bytes: int
+) -> Callable[[], None]:
+    """g <- mean of g over `sharers()` at the end of each backward; returns the call that undoes it.
+
+    At the end of the backward, where DDP's own mean is ready too, and not at the step: clipping and
+    a loss scaler then see what they would see, and an infinity makes all sharers skip alike. With
+    accumulation, the mean of what is accumulated: mean(mean(g_1) + g_2) = mean(g_1 + g_2).
+    """
+    mean, queued = GradientMean(bucket_bytes), [False]
+
+    def finish() -> None:
+        queued[0] = False
+        mean([gradient_of(p) for p in params], sharers())
+
+    def queue(_: Tensor) -> None:
+        if not queued[0]:
+            queued[0] = True
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    hooks = [p.register_post_accumulate_grad_hook(queue) for p in params]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
 
     return undo
 

@@ -291,16 +291,15 @@ def _gradient_hook(
     model: nn.Module, exploring: Exploring, gradients: str
 ) -> Callable[[Tensor], None] | None:
     """What runs behind each reduce-scatter; None where the layout does it already."""
-    replicas = exploring.replicas
-    if gradients == "local" or _is_native(model) or replicas.size == 1:
+    alone = gradients == "local" and not exploring.searching
+    if alone or _is_native(model) or exploring.replicas.size == 1:
         return None
-    group, n = replicas.connected(), replicas.size
 
     def average(gradient: Tensor) -> None:
-        if exploring.gradients == "local":  # while a race is under way
-            return
-        gradient.div_(n)  # before the sum, which could overflow in fp16
-        dist.all_reduce(gradient, group=group)
+        sharers = exploring.sharers
+        if sharers.size > 1:
+            gradient.div_(sharers.size)  # before the sum, which could overflow in fp16
+            dist.all_reduce(gradient, group=sharers.connected())
 
     return average
 

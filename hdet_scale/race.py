@@ -2,28 +2,34 @@
 
 A loss in the middle of a run charges a high learning rate for noise that its decay would have
 removed, so that every rule that compares such losses ends too low. A race compares what is left
-after the decay. From the same weights, with its own gradients alone, replica r runs h steps of
+after the decay. From the same weights, team j runs h steps of
 
-    eta_r(i) = eta_peak exp(x_r) / c * s(i, h)            s: warm-up, cosine to zero
+    eta_j(i) = eta_peak exp(x_j) / c * s(i, h)            s: warm-up, cosine to zero
 
-and is judged by its loss on common probe batches. Two stages: K levels x of a factor four around
-the learning rate given, then K levels over four octaves around the best of those. The minimum of a
-parabola through the levels around the best is what was found. The replicas then go back to where
-the race began, and the run starts with eta_peak exp(x*).
+and is judged by its loss on common probe batches. A team is one replica with its own gradients, or,
+of N >= 16 replicas, N // 8 that share theirs, so that its batch is never less than about an eighth
+of the run's. Two stages: K = 8 levels x of a factor four around the learning rate given, then eight
+over four octaves around the best of those. The minimum of a parabola through the levels of both is
+what was found. The replicas then go back to where the race began, and the run starts with
+eta_peak exp(x*).
 
-c translates: a replica of the race has 1/N of the batch and a small part h/S of the steps, and the
-best learning rate moves with both,
+c translates: of M teams each has 1/M of the batch and a small part h/S of the steps, and the best
+learning rate moves with both,
 
-    c = N^alpha (h / S)^beta
+    c = M^alpha (h / S)^beta
 
 with exponents that were fitted on small tasks for each family of optimizers (docs/controller.md):
 the larger batch of the run allows more, its longer horizon less.
 
-The learning rate given is a level of the race. Only if what was found beats it by more than the
-scatter of the levels around the parabola does it replace it.
+Do no harm. The learning rate given is a level of the race. What was found replaces it only if
 
-Pure: no torch, no process group. A round of the race costs the run 3 K numbers whatever N is:
-counts, sums and sums of squares of the losses at each level.
+1. it beats it by more than the scatter of the levels around the parabola, and
+2. it is higher, or the best heat took off at least LEARNT of the loss it started from, or the
+   learning rate given breaks a heat. Where nothing was learnt yet, the noise of an eighth of a
+   batch always speaks for less, and is no reason to go down.
+
+Pure: no torch, no process group. A heat costs the run 3 (K + 1) numbers whatever N is: counts, sums
+and sums of squares of the losses at each level, and of the loss before.
 """
 
 from __future__ import annotations
@@ -43,9 +49,13 @@ FINE = math.log(4.0)
 """Half of the span of the second stage."""
 SMALLEST_MOVE = math.log(1.25)
 """Less than a race can tell apart."""
+LEARNT = 0.15
+"""Share of the first loss that the best heat must take off before a race may speak for less."""
+SIZE = 8
+"""Levels of a stage."""
 WARM = 0.05
 """Share of a heat that is its warm-up."""
-EXPONENTS = {"adaptive": (0.15, 0.4), "gradient": (0.5, 0.05)}
+EXPONENTS = {"adaptive": (0.25, 0.4), "gradient": (0.6, 0.05)}
 """(alpha, beta) of optimizers that divide by the gradient's size, and of those that do not."""
 
 
@@ -85,6 +95,8 @@ class Heat:
     """The level of each replica."""
     multipliers: tuple[float, ...]
     """For each replica what its peak learning rate is, times the schedule's peak."""
+    judged: int
+    """Replicas that are members of a team; the last ones beyond are not heard."""
 
 
 def shape(i: int, steps: int) -> float:
@@ -102,8 +114,10 @@ class Race:
         if replicas < 1:
             raise ValueError(f"a race needs at least one replica, got {replicas}")
         self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
-        self.size = 8 if replicas < 16 else 16
-        self.heats = -(-self.size // replicas)
+        self.size = SIZE
+        self.team = max(1, replicas // SIZE)
+        self.teams = replicas // self.team
+        self.heats = -(-self.size // self.teams)
         shortest = min(self._steps(stage) for stage in (0, 1))
         if shortest < 4:
             raise ValueError(
@@ -112,9 +126,13 @@ class Race:
                 "use rule='none' for shorter runs"
             )
         self.stage, self.index = 0, 0
-        self.offsets = [COARSE * (8 * k / self.size - 4) for k in range(self.size)]
+        self.offsets = [COARSE * (k - self.size // 2) for k in range(self.size)]
         self.seen = [Level() for _ in range(self.size)]
-        self.lead, self.found = 0.0, 0.0
+        self.start = Level()
+        """The loss before any step of the race."""
+        self.coarse: list[tuple[float, float]] = []
+        """Offsets and losses of the first stage."""
+        self.found = 0.0
         self.verdict = ""
 
     def _steps(self, stage: int) -> int:
@@ -140,12 +158,15 @@ class Race:
         """c: a learning rate of the run over that of a replica which stands for it."""
         alpha, beta = EXPONENTS["adaptive" if self.adaptive else "gradient"]
         horizon = self._steps(stage) / self.total_steps
-        return math.exp(alpha * math.log(self.replicas) + beta * math.log(horizon))
+        return math.exp(alpha * math.log(self.teams) + beta * math.log(horizon))
 
     def heat(self) -> Heat:
         """The heat that is under way."""
-        first = self.index * self.replicas
-        levels = tuple((first + r) % self.size for r in range(self.replicas))
+        first = self.index * self.teams
+        last = self.teams - 1
+        levels = tuple(
+            (first + min(r // self.team, last)) % self.size for r in range(self.replicas)
+        )
         c = self.translation(self.stage)
         return Heat(
             self.stage,
@@ -153,15 +174,18 @@ class Race:
             self._steps(self.stage),
             levels,
             tuple(math.exp(self.offsets[k]) / c for k in levels),
+            self.teams * self.team,
         )
 
-    def close(self, levels: Sequence[Level]) -> str:
-        """Take in what a heat showed of each level, and go on; says what was decided."""
+    def close(self, levels: Sequence[Level], start: Level | None = None) -> str:
+        """Take in what a heat showed of each level, and the loss before it where it is known, and
+        go on; says what was decided."""
         if self.over:
             raise ValueError("the race is over: there is no heat to close")
         if len(levels) != self.size:
             raise ValueError(f"a race of {self.size} levels, got {len(levels)}")
         self.seen = [a + b for a, b in zip(self.seen, levels, strict=True)]
+        self.start += start or Level()
         self.index += 1
         if self.index < self.heats:
             return ""
@@ -184,9 +208,9 @@ class Race:
         if not math.isfinite(losses[best]):
             self.stage = 1
             return "no learning rate of the race stayed finite: the schedule given stays"
-        middle = Parabola.through(self.offsets, losses, self.size // 4).minimum
+        middle = Parabola.through(self.offsets, losses, width=2).minimum
         given = losses[self.size // 2]
-        self.lead = given - losses[best]
+        self.coarse = list(zip(self.offsets, losses, strict=True))
         self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
         if abs(middle) <= FINE:
             nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
@@ -200,20 +224,37 @@ class Race:
         losses = [level.mean for level in self.seen]
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the second stage stayed finite: the schedule given stays"
-        curve = Parabola.through(self.offsets, losses, self.size // 4)
+        curve = Parabola.through(self.offsets, losses, width=3, earlier=self.coarse)
         nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
         gain = losses[nearest] - curve.lowest
         if self.offsets[nearest] != 0.0:
             # Outside the span of this stage: its edge, and what the first stage showed.
-            gain = max(gain, self.lead)
+            gain = max(gain, dict(self.coarse)[0.0] - min(loss for _, loss in self.coarse))
         ahead = (
             f"{math.exp(curve.minimum):.3g} x the learning rate given, ahead of it by {gain:.3g} "
             f"in the loss with a scatter of {curve.scatter:.3g}"
         )
         if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
             return f"{ahead}: not enough, the schedule given stays"
+        if curve.minimum < 0.0 and self._learnt(min(losses)) < LEARNT and not self._given_breaks():
+            return (
+                f"{ahead}: but the best heat only came from a loss of {self.start.mean:.4g} to "
+                f"{min(losses):.4g}, too little to go down, the schedule given stays"
+            )
         self.found = curve.minimum
         return f"found {ahead}"
+
+    def _learnt(self, best: float) -> float:
+        """Share of the first loss that is gone; 1 where that loss has no natural zero or is not
+        known."""
+        first = self.start.mean
+        return 1 - best / first if 0 < first < math.inf else 1.0
+
+    def _given_breaks(self) -> bool:
+        """Whether a heat at the very learning rate given, not translated, ends above its start."""
+        at = math.log(self.translation(0))
+        _, loss = min(self.coarse, key=lambda level: abs(level[0] - at))
+        return not loss <= self.start.mean
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -226,7 +267,8 @@ class Race:
             "index": self.index,
             "offsets": list(self.offsets),
             "seen": [[x.count, x.total, x.squares] for x in self.seen],
-            "lead": self.lead,
+            "start": [self.start.count, self.start.total, self.start.squares],
+            "coarse": [list(level) for level in self.coarse],
             "found": self.found,
             "verdict": self.verdict,
         }
@@ -237,7 +279,9 @@ class Race:
         self.stage, self.index = int(state["stage"]), int(state["index"])
         self.offsets = [float(x) for x in state["offsets"]]
         self.seen = [Level(*map(float, row)) for row in state["seen"]]
-        self.lead, self.found = float(state["lead"]), float(state["found"])
+        self.start = Level(*map(float, state["start"]))
+        self.coarse = [(float(x), float(y)) for x, y in state["coarse"]]
+        self.found = float(state["found"])
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -269,27 +313,47 @@ class Parabola:
     """Standard deviation of the levels around it; 0 where it goes through all of them."""
 
     @classmethod
-    def through(cls, xs: Sequence[float], ys: Sequence[float], width: int) -> Parabola:
-        """By least squares over at most `width` finite levels on each side of the lowest."""
-        best = min(range(len(ys)), key=lambda k: (ys[k], abs(xs[k])))
-        near = [
-            k
-            for k in range(max(0, best - width), min(len(ys), best + width + 1))
-            if math.isfinite(ys[k])
-        ]
-        if len(near) < 3:
+    def through(
+        cls,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        *,
+        width: int,
+        earlier: Sequence[tuple[float, float]] = (),
+    ) -> Parabola:
+        """By least squares over the 2 width + 1 finite levels around the lowest, fewer on one side
+        where they end; levels (x, y) of an earlier stage within their span have a y0 of their own.
+        """
+        finite = [k for k in range(len(ys)) if math.isfinite(ys[k])]
+        best = min(finite, key=lambda k: (ys[k], abs(xs[k])))
+        if len(finite) < 3:
             return cls(xs[best], ys[best], 0.0)
+        place = finite.index(best)
+        first = max(0, min(place - width, len(finite) - (2 * width + 1)))
+        near = finite[first : first + 2 * width + 1]
         u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
-        typical = statistics.median(y - ys[best] for y in ys if math.isfinite(y))
-        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
-        c0, c1, c2 = _least_squares(u, v, weights)
-        left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
+        older = [(x - xs[best], y) for x, y in earlier if math.isfinite(y)]
+        older = [(x, y) for x, y in older if u[0] <= x <= u[-1]]
+        floor = min((y for _, y in older), default=0.0)
+        points = u + [x for x, _ in older]
+        values = v + [y - floor for _, y in older]
+        typical = statistics.median(ys[k] - ys[best] for k in finite)
+        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in values]
+        columns = [[1.0] * len(points), points, [x * x for x in points]]
+        if older:
+            columns.append([0.0] * len(u) + [1.0] * len(older))
+        fit = _least_squares(columns, values, weights)
+        left = [
+            y - math.fsum(c * column[i] for c, column in zip(fit, columns, strict=True))
+            for i, y in enumerate(values)
+        ]
         squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))
-        spare = math.fsum(weights) * (len(near) - 3) / len(near)
+        spare = math.fsum(weights) * (len(values) - len(columns)) / len(values)
         scatter = math.sqrt(squares / spare) if spare > 0 else 0.0
         gap = max(b - a for a, b in itertools.pairwise(u))
         low, high = max(-gap, u[0]), min(gap, u[-1])
+        c0, c1, c2 = fit[:3]
         # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
         at = max(low, min(high, -c1 / (2 * c2))) if c2 > 0 else 0.0
         lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
@@ -297,13 +361,13 @@ class Parabola:
 
 
 def _least_squares(
-    u: Sequence[float], v: Sequence[float], weights: Sequence[float]
-) -> tuple[float, float, float]:
-    """Coefficients of 1, u, u^2; Gram-Schmidt on three columns, which stays exact enough."""
+    columns: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """The coefficient of each column; Gram-Schmidt, which stays exact enough for a few of them."""
     basis: list[list[float]] = []
-    mixes: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
-    for power, column in enumerate(([1.0] * len(u), list(u), [x * x for x in u])):
-        mix = [float(power == k) for k in range(3)]
+    mixes: list[list[float]] = []  # each basis vector in terms of the columns
+    for place, column in enumerate(columns):
+        mix = [float(place == k) for k in range(len(columns))]
         rest = list(column)
         for earlier, terms in zip(basis, mixes, strict=True):
             share = _dot(column, earlier, weights) / _dot(earlier, earlier, weights)
@@ -311,11 +375,11 @@ def _least_squares(
             mix = [x - share * y for x, y in zip(mix, terms, strict=True)]
         basis.append(rest)
         mixes.append(mix)
-    out = [0.0, 0.0, 0.0]
+    out = [0.0] * len(columns)
     for vector, terms in zip(basis, mixes, strict=True):
-        share = _dot(v, vector, weights) / _dot(vector, vector, weights)
+        share = _dot(values, vector, weights) / _dot(vector, vector, weights)
         out = [x + share * y for x, y in zip(out, terms, strict=True)]
-    return out[0], out[1], out[2]
+    return out
 
 
 def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_scale import ddp
-from hdet_scale.averaged import Averaged
+from hdet_scale.averaged import Averaged, trained
 from hdet_scale.climb import Climb
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
@@ -54,7 +54,7 @@ class Exploring:
     _round: Round
     _search: Search | None = None
     engine_obeys: bool = False
-    """An engine asks `gradients` at each step."""
+    """An engine asks `sharers` at each step."""
     _local: list[Callable[[], None]]
     _wrapped: list[DistributedDataParallel]
     _watching: list[Callable[[], None]]
@@ -177,6 +177,11 @@ class Exploring:
             self._local.pop()()
         if mode == "local":
             self._local = [ddp.keep_gradients_local(module) for module in self._wrapped]
+        search = self._search
+        if search is not None and search.in_teams and not self.engine_obeys:
+            params = trained(self.optimizer)
+            undo = ddp.share_gradients(params, lambda: self.sharers, self.bucket_bytes)
+            self._local.append(undo)
 
     def _count(self, loss: Tensor | float | None, step: int) -> None:
         if self._round.count(loss):
@@ -193,10 +198,9 @@ class Exploring:
         modules = model.modules() if model is not None else ()
         self._wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._local = []
-        if cycle.config.gradients == "local":
-            self._switch_gradients("local")
         if search is not None:
             self._search = search(self._switch_gradients)
+        self._switch_gradients(self.gradients)
         if probe is not None:
             self.probe_with(probe, model)
         self._write()
@@ -213,7 +217,7 @@ class Exploring:
         self._watching = [self.optimizer.register_step_pre_hook(self.before_step).remove]
         if model is not None:
             hook = model.register_forward_pre_hook(
-                lambda module, _: self.before_step() if module.training else None
+                lambda module, _: self._mark_place() if module.training else None
             )
             self._watching.append(hook.remove)
 
@@ -222,7 +226,12 @@ class Exploring:
             self._watching.pop()()
 
     def before_step(self, *_: object) -> None:
-        """A hook of the model and the optimizer: the race marks where it begins."""
+        """A hook of the optimizer: the race looks at where it begins."""
+        self._mark_place()
+        if self._search is not None and self._search.active:
+            self._search.before_step()
+
+    def _mark_place(self) -> None:
         search = self._search
         if search is None or not search.active:
             return
@@ -233,7 +242,7 @@ class Exploring:
                 "attach the engine (hdet_scale.fsdp, hdet_scale.deepspeed), or use "
                 "gradients='local'"
             )
-        search.before_step()
+        search.mark()
 
     @property
     def _can_part(self) -> bool:
@@ -250,6 +259,14 @@ class Exploring:
     def gradients(self) -> str:
         """ "shared" or "local" at the next step: local while a race is under way."""
         return "local" if self.searching else self._round.config.gradients
+
+    @property
+    def sharers(self) -> Replicas:
+        """The replicas that this one's gradient is averaged with at the next step."""
+        if self._search is not None and self._search.active:
+            return self._search.team
+        shared = self._round.config.gradients == "shared"
+        return self.replicas if shared else self.replicas.team(1)
 
     @property
     def gradients_of_the_run(self) -> str:
@@ -284,13 +301,17 @@ class Exploring:
         self._round.finalize(moments=True)
         self._write()
 
+    def obeyed_by_engine(self) -> None:
+        """An engine asks `sharers` at each step from now on."""
+        self.engine_obeys = True
+        self._switch_gradients(self.gradients)
+
     def rehome(
         self, replicas: Replicas, model: nn.Module | None, gradients: str | None = None
     ) -> None:
-        """Explore among other replicas, from a converge boundary on; an engine calls it, and asks
-        `gradients` at each step from then on."""
+        """Explore among other replicas, from a converge boundary on; an engine calls it."""
         self._round.rehome(replicas, model, gradients)
-        self.engine_obeys = True
+        self.obeyed_by_engine()
         for holder in (self._search, self._round):
             probe = getattr(holder, "probe", None)
             if isinstance(probe, Probe) and probe.model is None:

@@ -1,12 +1,12 @@
 """The search: a race before the run, inside its steps.
 
-    heat     every replica trains alone for h steps with its own peak learning rate, from the mark
-    judge    loss of its weights on the probe's batches; one all-reduce of 3 K sums
+    heat     every team trains alone for h steps with its own peak learning rate, from the mark
+    judge    loss of its weights on the probe's batches; one all-reduce of 3 (K + 1) sums
     rewind   back to the mark; the next heat, or the run with what was found
 
-While it lasts, gradients stay local and the user's schedule stands still. Then the schedule is
-played from its start in the steps that are left, times what was found, and nothing of the search
-remains: no collective, no probe, no copy.
+While it lasts, gradients stay within a team and the user's schedule stands still. Then the schedule
+is played from its start in the steps that are left, times what was found, and nothing of the search
+remains: no collective, no probe, no copy, no group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hdet_scale.mark import Mark
 from hdet_scale.probe import Probe, mean_of
-from hdet_scale.race import Level, Race, shape
+from hdet_scale.race import Heat, Level, Race, shape
 from hdet_scale.round import LossMeter, Round, RoundRecord
 from hdet_scale.topology import Replicas
 
@@ -52,9 +52,9 @@ class Search:
         """Steps of the run since."""
         self.meter = LossMeter()
         self._mark: Mark | None = None
+        self._first: Tensor | float = math.nan
+        self._team: Replicas | None = None
         self._orphan = False
-        if self.active:
-            switch("local")
 
     @property
     def replicas(self) -> Replicas:
@@ -65,6 +65,18 @@ class Search:
     def active(self) -> bool:
         """False once the race is over."""
         return not self.rule.over
+
+    @property
+    def in_teams(self) -> bool:
+        """True while replicas share gradients with some others."""
+        return self.active and self.rule.team > 1
+
+    @property
+    def team(self) -> Replicas:
+        """The replicas that run a level together with this one; collective among them at first."""
+        if self._team is None:
+            self._team = self.replicas.team(self.rule.team)
+        return self._team
 
     @property
     def between_heats(self) -> bool:
@@ -78,8 +90,8 @@ class Search:
         for target, peak in zip(self.cycle.factors, self.peaks, strict=True):
             target.write(peak * factor, 1.0)
 
-    def before_step(self) -> None:
-        """Mark the place before the first step of the race changes it."""
+    def mark(self) -> None:
+        """Mark the place before anything of the race changes it."""
         if self._orphan:
             raise RuntimeError(
                 f"this state was saved {self.step} steps into a heat of the race, where every "
@@ -88,6 +100,12 @@ class Search:
             )
         if self.active and self._mark is None:
             self._mark = Mark(self.cycle.averaged)
+
+    def before_step(self) -> None:
+        """Mark the place at least now; before the very first step, judge it too."""
+        self.mark()
+        if self.probe is not None and self.step == 0 and not self.rule.start.count:
+            self._first = mean_of(self.probe())
 
     def count(self, loss: Tensor | float | None) -> bool:
         """One optimizer step of a heat is done; judges and rewinds at its end. True when it was
@@ -98,6 +116,8 @@ class Search:
             self.meter.reset()  # without a probe the end of the decay is what counts
         if loss is not None:
             self.meter.add(loss)
+            if self.step == 0 and self.probe is None:
+                self._first = loss.detach() if isinstance(loss, Tensor) else loss
         self.step += 1
         self.done += 1
         if self.step >= heat.steps:
@@ -113,6 +133,7 @@ class Search:
                 adaptive=self.rule.adaptive,
             )
             self.rule = fresh
+            self._disband()
 
     def restart(self) -> None:
         """The heat from its beginning, on every rank: replicas agree where they began."""
@@ -130,18 +151,24 @@ class Search:
         heat, start = self.rule.heat(), time.perf_counter()
         losses = self._own_losses()
         seconds = time.perf_counter() - start
-        levels = self._share(heat.levels[self.replicas.rank], mean_of(losses))
+        levels, first = self._share(heat, mean_of(losses))
         values = [[p * m for m in heat.multipliers] for p in self.peaks]
         self._rewind()
-        verdict = self.rule.close(levels)
+        verdict = self.rule.close(levels, first)
         if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
             logger.info("race, step %d: %s", self.done, verdict)
         self._publish(heat.levels, levels, values, verdict, losses, seconds)
         if self.rule.over:
             self._end()
 
+    def _disband(self) -> None:
+        if self._team is not None and self._team.group is not None:
+            torch.distributed.destroy_process_group(self._team.group)
+        self._team = None
+
     def _end(self) -> None:
         self._mark = None
+        self._disband()
         self.cycle.find(self.rule.scale)
         self.switch(self.cycle.config.gradients)
 
@@ -153,14 +180,21 @@ class Search:
             return [math.nan]
         return [self.meter.total() / self.meter.count]
 
-    def _share(self, level: int, loss: float) -> list[Level]:
-        """Sums over all replicas at each level: 3 K numbers whatever the number of replicas."""
+    def _share(self, heat: Heat, loss: float) -> tuple[list[Level], Level]:
+        """Sums over all replicas at each level, and of the loss before the heat: 3 (K + 1) numbers
+        whatever the number of replicas."""
         device = self.cycle.averaged.parameters()[0].device
-        loss = self.replicas.shard_mean(loss, device)
-        mine = [Level.of(loss) if k == level else Level() for k in range(self.rule.size)]
-        flat = [x for item in mine for x in (item.count, item.total, item.squares)]
+        loss, first = self.replicas.shard_means([loss, float(self._first)], device)
+        self._first = math.nan
+        mine = [Level() for _ in range(self.rule.size)]
+        if self.replicas.rank < heat.judged:
+            mine[heat.levels[self.replicas.rank]] = Level.of(loss)
+        flat = [
+            x for item in (*mine, Level.of(first)) for x in (item.count, item.total, item.squares)
+        ]
         summed = self.replicas.sum(flat, device)
-        return [Level(*summed[i : i + 3]) for i in range(0, len(summed), 3)]
+        *levels, start = [Level(*summed[i : i + 3]) for i in range(0, len(summed), 3)]
+        return levels, start
 
     def _publish(
         self,
@@ -204,7 +238,8 @@ class Search:
     def replica_state_dict(self) -> dict[str, Any]:
         """This replica's own: the mark and the losses of the heat."""
         mark = self._mark.state_dict() if self._mark is not None and self.step else None
-        return {"mark": mark, "losses": self.meter.state_dict()}
+        first = float(self._first)
+        return {"mark": mark, "losses": self.meter.state_dict(), "first": first}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where another search stopped; the state of a run without one has none to make."""
@@ -222,6 +257,7 @@ class Search:
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """After `load_state_dict`."""
         self.meter.load_state_dict(state["losses"])
+        self._first = float(state["first"])
         if state["mark"] is not None:
             self._mark = Mark(self.cycle.averaged)
             self._mark.load_state_dict(state["mark"])

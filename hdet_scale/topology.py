@@ -14,7 +14,7 @@ Resolved once into this small typed object; nothing else in the package asks for
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,6 +204,25 @@ class Replicas:
         mine = torch.tensor(list(numbers), dtype=_wide(device), device=device)
         dist.all_reduce(mine, group=self.connected())
         return [float(x) for x in mine.tolist()]
+
+    def team(self, size: int) -> Replicas:
+        """This replica among the `size` consecutive ones that it works with; alone where the last
+        of them are too few. Collective among them.
+
+        Consecutive replicas share a node where a node holds several: their traffic stays there.
+        """
+        first = self.rank // size * size
+        whole = size > 1 and first + size <= self.size
+        group = None
+        if whole:
+            ranks = dist.get_process_group_ranks(self.connected())[first : first + size]
+            group = dist.new_group(ranks, use_local_synchronization=True)
+        return replace(
+            self,
+            rank=self.rank - first if whole else 0,
+            size=size if whole else 1,
+            group=group,
+        )
 
     def connected(self) -> Group:
         """The replicas' group, or an error when there is none to reach them."""

@@ -17,7 +17,6 @@ there, so that another version fails at once and with words.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, cast
 
 import torch
@@ -26,9 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet_scale.averaged import Averaged, trained
-from hdet_scale.buckets import Bucket, Plan, plan
-from hdet_scale.staging import gather, scatter
-from hdet_scale.topology import Replicas
+from hdet_scale.gradient_mean import gradient_of
 
 WORKS_WITH = "deepspeed>=0.19.8,<0.20"
 
@@ -65,7 +62,7 @@ class Partitions(Averaged):
 
     def gradients(self) -> list[Tensor]:
         """The gradients as DeepSpeed's step will read them, reduced within the replica."""
-        return [_gradient(p) for p in trained(self.optimizer)]
+        return [gradient_of(p) for p in trained(self.optimizer)]
 
     def noticed(self) -> None:
         """Called after the gradients have changed."""
@@ -80,7 +77,7 @@ class Halves(Partitions):
         return [p for group in self.wrapper.fp32_groups for p in group]
 
     def gradients(self) -> list[Tensor]:
-        return [_gradient(p) for group in self.wrapper.fp16_groups for p in group]
+        return [gradient_of(p) for group in self.wrapper.fp16_groups for p in group]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -98,7 +95,7 @@ class FlatHalves(Partitions):
         return list(self.wrapper.fp32_groups_flat)
 
     def gradients(self) -> list[Tensor]:
-        return [_gradient(p) for group in self.wrapper.fp16_groups for p in group]
+        return [gradient_of(p) for group in self.wrapper.fp16_groups for p in group]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -274,70 +271,6 @@ def check_attributes(thing: object, names: tuple[str, ...]) -> None:
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)} on "
             f"{type(thing).__name__}, which replicas are built on: pip install '{WORKS_WITH}'"
         )
-
-
-class GradientMean:
-    """Shared gradients: g <- mean over replicas of g, in place, summed in fp32.
-
-    An infinity or NaN of one replica reaches all of them, so that all skip the step alike.
-    Extra memory: two staging buckets, kept; fp32 gradients of 1 MiB or more are reduced where
-    they lie.
-    """
-
-    def __init__(self, replicas: Replicas, bucket_bytes: int) -> None:
-        self.replicas = replicas
-        self.bucket_bytes = bucket_bytes
-        self._shelf: list[Tensor] = []
-
-    @torch.no_grad()
-    def __call__(self, gradients: list[Tensor]) -> None:
-        if self.replicas.size == 1:
-            return
-        layout = plan(gradients, bucket_bytes=self.bucket_bytes, itemsize=4)
-        flying: deque[tuple[Bucket, Tensor, Any]] = deque()
-        for bucket in layout.buckets:
-            if len(flying) == 2:
-                self._land(layout, *flying.popleft())
-            flat = self._lift(layout, bucket)
-            work = dist.all_reduce(flat, group=self.replicas.connected(), async_op=True)
-            flying.append((bucket, flat, work))
-        while flying:
-            self._land(layout, *flying.popleft())
-
-    def _lift(self, layout: Plan, bucket: Bucket) -> Tensor:
-        views = layout.views(bucket)
-        if _in_place(bucket):
-            return views[0]
-        return gather(views, self._staging(bucket))
-
-    def _land(self, layout: Plan, bucket: Bucket, flat: Tensor, work: Any) -> None:
-        work.wait()
-        flat.div_(self.replicas.size)
-        if not _in_place(bucket):
-            scatter(flat, layout.views(bucket))
-            self._shelf.append(flat if flat._base is None else flat._base)
-
-    def _staging(self, bucket: Bucket) -> Tensor:
-        """A buffer that is free and large enough, or a new one in place of a smaller one."""
-        wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-        for i, free in enumerate(self._shelf):
-            if (free.dtype, free.device) == (wide, bucket.device):
-                self._shelf.pop(i)
-                if free.numel() >= bucket.numel:
-                    return free[: bucket.numel]
-                break
-        return torch.empty(bucket.numel, dtype=wide, device=bucket.device)
-
-
-def _in_place(bucket: Bucket) -> bool:
-    return len(bucket.pieces) == 1 and bucket.dtype in (torch.float32, torch.float64)
-
-
-def _gradient(p: Tensor) -> Tensor:
-    """A parameter that the loss did not reach has the gradient 0: replicas may differ in that."""
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    return p.grad
 
 
 def _finite(tensors: list[Tensor]) -> bool:

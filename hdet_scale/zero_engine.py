@@ -23,10 +23,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hdet_scale import zero_checkpoint as checkpoint
 from hdet_scale.config import HDETConfig
+from hdet_scale.gradient_mean import GradientMean
 from hdet_scale.round import Round, RoundRecord
 from hdet_scale.schedulers import Exploring
 from hdet_scale.topology import Replicas
-from hdet_scale.zero import GradientMean, Partitions, check_attributes
+from hdet_scale.zero import Partitions, check_attributes
 
 NEEDS = (
     "_take_model_step",
@@ -68,13 +69,12 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
 
     def _adopted(self, scheduler: Exploring, replicas: Replicas, config: HDETConfig) -> None:
         self.lr_scheduler, self.replicas = scheduler, replicas
-        scheduler.engine_obeys = True
+        scheduler.obeyed_by_engine()
         averaged = self.round.averaged
         if not isinstance(averaged, Partitions):
             raise TypeError(f"the scheduler averages {type(averaged).__name__}, not partitions")
         self.partitions = averaged
-        shared = config.gradients == "shared"
-        self._mean = GradientMean(replicas, config.converge.bucket_bytes) if shared else None
+        self._mean = GradientMean(config.converge.bucket_bytes)
         self._loss: Tensor | None = None
         self._losses = 0
         self._place: str | None = None
@@ -102,8 +102,9 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         self.lr_scheduler.before_step()
-        if self._mean is not None and self.lr_scheduler.gradients == "shared":
-            self._mean(self.partitions.gradients())
+        sharers = self.lr_scheduler.sharers
+        if sharers.size > 1:
+            self._mean(self.partitions.gradients(), sharers)
             self.partitions.noticed()
         # DeepSpeed must not step the scheduler: it would not on an overflow, and replicas that
         # count differently enter different collectives; and it answers any TypeError of a step

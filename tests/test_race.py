@@ -153,6 +153,54 @@ def test_a_state_of_any_heat_goes_on_bit_for_bit(n: int) -> None:
         assert other.state_dict() == rule.state_dict()
 
 
+@pytest.mark.parametrize("n", [*range(1, 40), 64, 100, 4096])
+def test_teams_are_of_one_size_and_every_level_is_run(n: int) -> None:
+    rule = Race(replicas=n, total_steps=S, adaptive=True)
+    run: set[int] = set()
+    for index in range(rule.heats):
+        rule.index = index
+        heat = rule.heat()
+        assert len(heat.levels) == n
+        assert n - heat.judged < rule.team, "fewer than a team sit out"
+        for first in range(0, heat.judged, rule.team):
+            assert len(set(heat.levels[first : first + rule.team])) == 1
+        run |= set(heat.levels[: heat.judged])
+    assert run == set(range(rule.size))
+    assert 8 <= rule.teams < 16 or n < 8
+    assert rule.translation(1) <= Race(replicas=15, total_steps=S, adaptive=True).translation(1), (
+        "the batch of a team is never less than a fifteenth of the run's"
+    )
+
+
+def plateau(x: float) -> float:
+    """Hardly anything is learnt, and low learning rates look best; breaks at ten times."""
+    return 2.3 - 0.05 / (1 + math.log(x / 0.05) ** 2) + (50.0 if x > 10.0 else 0.0)
+
+
+def played(first: float, loss: Callable[[float], float]) -> Race:
+    rule = Race(replicas=8, total_steps=S, adaptive=True)
+    while not rule.over:
+        rule.close(levels_of(rule, loss), Level.of(first))
+    return rule
+
+
+def test_where_nothing_was_learnt_it_does_not_go_down() -> None:
+    rule = played(2.31, plateau)
+    assert rule.scale == 1.0
+    assert "too little to go down" in rule.verdict
+
+
+def test_where_much_was_learnt_it_does() -> None:
+    assert played(5.0, plateau).scale == pytest.approx(0.05, rel=0.2)
+    assert played(math.nan, plateau).scale == pytest.approx(0.05, rel=0.2)
+    assert played(-1.0, plateau).scale == pytest.approx(0.05, rel=0.2)
+
+
+def test_where_nothing_was_learnt_it_goes_up_and_away_from_what_breaks() -> None:
+    assert played(2.31, lambda x: plateau(x / 100)).scale == pytest.approx(5.0, rel=0.2)
+    assert played(2.31, lambda x: plateau(x * 100)).scale < 0.01
+
+
 def test_a_state_of_another_race_is_refused_until_it_is_over() -> None:
     rule = Race(replicas=4, total_steps=S, adaptive=True)
     other = Race(replicas=8, total_steps=S, adaptive=True)
@@ -192,7 +240,7 @@ def test_a_heat_is_a_complete_schedule() -> None:
 @settings(deadline=None)
 def test_the_parabola_is_the_weighted_least_squares_one(losses: list[float], gap: float) -> None:
     xs = [gap * k for k in range(len(losses))]
-    found = Parabola.through(xs, losses, len(losses))
+    found = Parabola.through(xs, losses, width=len(losses))
     best = min(range(len(losses)), key=losses.__getitem__)
     above = numpy.array(losses) - losses[best]
     typical = float(numpy.median(above))

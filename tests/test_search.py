@@ -6,15 +6,18 @@ import copy
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, Replicas, fsdp
+from hdet_scale.converge import local
 from hdet_scale.probe import Probe, common_batches
 from hdet_scale.search import peaks_of
 from tests.fleet import Fleet
@@ -530,3 +533,63 @@ def _native(rank: int, size: int) -> str:
 def test_replicas_that_hsdp_keeps_in_step_are_refused(quartet: Fleet) -> None:
     for said in quartet.run(_native):
         assert "mesh=mesh['shard']" in said
+
+
+def _teams(rank: int, size: int, engine: str) -> Any:
+    """Four replicas and two levels: ranks 0 and 1 run one of them, 2 and 3 the other."""
+    reference = toy(wrap=False)
+    plain = AdamW(reference.parameters())
+    model = toy(wrap=False)
+    mesh = None
+    if engine == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        mesh = fsdp.build_mesh(shards=1, device="cpu")
+        fully_shard(model, mesh=mesh["shard"])
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    config = HDETConfig(rule="race", total_steps=S)
+    where = Replicas.world() if mesh is None else Replicas.from_mesh(mesh)
+    with mock.patch("hdet_scale.race.SIZE", 2):
+        scheduler = AutoLR(
+            CosineAnnealingLR(optimizer, S), config,
+            model=model if mesh is None else None, replicas=where, probe=common(model),
+        )  # fmt: skip
+        if mesh is not None:
+            fsdp.attach(model, optimizer, scheduler, mesh=mesh)
+
+    def whole() -> list[Tensor]:
+        return [local(p).detach().clone() for p in model.parameters()]
+
+    for step in range(5):
+        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        scheduler.step(learn(model, optimizer, step, rank))
+        first = rank // 2 * 2
+        drawn = [batch(step, mate) for mate in (first, first + 1)]
+        plain.zero_grad()
+        sum((reference(x) - y).square().mean() for x, y in drawn).div(2).backward()
+        plain.step()
+    early, wanted = whole(), parameters(reference)
+    step = 5
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    while scheduler.searching:
+        scheduler.step(learn(model, optimizer, step, rank))
+        step += 1
+    left = groups - len(torch.distributed.distributed_c10d._world.pg_map)
+    for after in range(3):
+        scheduler.step(learn(model, optimizer, step + after, rank))
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    return early, wanted, whole(), left, hooks
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_many_replicas_run_a_level_as_one_data_parallel_team(quartet: Fleet, engine: str) -> None:
+    out = quartet.run(_teams, engine)
+    for early, wanted, *_ in out:
+        torch.testing.assert_close(early, wanted, rtol=1e-5, atol=1e-6)
+    assert same(out[0][0], out[1][0])
+    assert same(out[2][0], out[3][0])
+    assert not same(out[0][0], out[2][0])
+    assert same(*[end for _, _, end, *_ in out]), "after the race gradients are those of all"
+    for *_, left, hooks in out:
+        assert left == 1, "the team's group is gone with the race"
+        assert hooks == (0 if engine == "ddp" else out[0][4])

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdet_scale import Replicas
-from hdet_scale.zero import GradientMean, partitions_of
+from hdet_scale.gradient_mean import GradientMean
+from hdet_scale.zero import partitions_of
 from hdet_scale.zero_checkpoint import Layout
 
 
@@ -34,11 +35,11 @@ def _gradients(rank: int) -> list[Tensor]:
 
 
 def _averaged(rank: int, size: int, bucket_bytes: int) -> list[Any]:
-    mean = GradientMean(Replicas.world(), bucket_bytes)
+    mean = GradientMean(bucket_bytes)
     results = []
     for _ in range(2):  # the second time with staging that is kept
         mine = _gradients(rank)
-        mean(mine)
+        mean(mine, Replicas.world())
         results.append(mine)
     return results
 
@@ -60,7 +61,7 @@ def _overflowed(rank: int, size: int) -> list[bool]:
     gradients = [torch.ones(3), torch.ones(3).half()]
     if rank == 1:
         gradients[1][2] = float("inf")
-    GradientMean(Replicas.world(), 8)(gradients)
+    GradientMean(8)(gradients, Replicas.world())
     return [bool(g.isfinite().all()) for g in gradients]
 
 
@@ -73,7 +74,7 @@ def _unused(rank: int, size: int) -> list[Tensor]:
     model = nn.ParameterList([torch.ones(2), torch.ones(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     (model[0].sum() + (model[1].sum() if rank == 0 else 0)).backward()
-    GradientMean(Replicas.world(), 8)(partitions_of(optimizer, None).gradients())
+    GradientMean(8)(partitions_of(optimizer, None).gradients(), Replicas.world())
     dist.barrier()
     return [p.grad.clone() for p in model if p.grad is not None]
 
