@@ -7,6 +7,7 @@ module modes and random generators are as they were.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import random
 import sys
@@ -21,14 +22,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from hdet_scale.topology import Replicas
 
-Losses = Callable[[], Iterable["Tensor | float"]]
+Losses = Callable[..., Iterable["Tensor | float"]]
 
 
 class Probe:
     """A callable that yields losses, run in eval mode, without gradients, and timed.
 
     losses: yields one number a batch. Every replica must be given the same batches in the same
-        order; where a replica is sharded, its ranks enter it together.
+        order; where a replica is sharded, its ranks enter it together. If it takes `part` and
+        `parts`, replicas of equal weights split the batches: batches part, part + parts, ...
     model: whose modules go to eval mode; None where the callable takes care of it.
     limit: at most so many losses are taken.
     """
@@ -43,14 +45,17 @@ class Probe:
         if limit < 1:
             raise ValueError(f"probe batches must be at least 1, got {limit}")
         self.losses, self.model, self.limit = losses, model, limit
+        self._splits = "parts" in inspect.signature(losses).parameters
         self.seconds = 0.0
         """Of all calls so far on this rank: what the probe has cost."""
 
-    def __call__(self) -> list[float]:
-        """The losses, at most `limit` of them."""
+    def __call__(self, part: int = 0, parts: int = 1) -> list[float]:
+        """The losses, at most `limit` of them over all parts."""
+        parts = min(parts, self.limit) if self._splits else 1
         start = time.perf_counter()
         with torch.no_grad(), _same_randomness(), _evaluating(self.model):
-            drawn = [_number(x) for x in islice(self.losses(), self.limit)]
+            source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
+            drawn = [_number(x) for x in islice(source, self.limit // parts)]
         self.seconds += time.perf_counter() - start
         if not drawn:
             raise ValueError(
@@ -74,7 +79,7 @@ def common_batches(
     """
     kept: list[Any] = []
 
-    def losses() -> Iterator[Tensor | float]:
+    def losses(part: int = 0, parts: int = 1) -> Iterator[Tensor | float]:
         if not kept:
             where = replicas or Replicas.world()
             drawn = list(islice(batches, count)) if where.rank == 0 else [None] * count
@@ -85,7 +90,7 @@ def common_batches(
                 source = torch.distributed.get_process_group_ranks(group)[0]
                 torch.distributed.broadcast_object_list(drawn, src=source, group=group)
             kept.extend(drawn)
-        return (loss(batch) for batch in kept)
+        return (loss(batch) for batch in kept[part::parts])
 
     return losses
 

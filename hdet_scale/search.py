@@ -175,7 +175,7 @@ class Search:
     def _own_losses(self) -> list[float]:
         """On the probe's batches; without a probe the mean training loss of the heat's end."""
         if self.probe is not None:
-            return self.probe()
+            return self.probe(self.team.rank, self.team.size)
         if not self.meter.count:
             return [math.nan]
         return [self.meter.total() / self.meter.count]

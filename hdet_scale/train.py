@@ -22,7 +22,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -329,7 +329,11 @@ def _recipe(args: argparse.Namespace, recipe: Any) -> Any:
 def _probe(job: Job, text: Text, shape: GPTConfig) -> None:
     """Held-out batches, the same on every replica, for a rule that compares them on such."""
     held = [*evaluation(text.validation, size=8, context=shape.context, batches=PROBE_BATCHES)]
-    job.scheduler.probe_with(lambda: (job.loss_of(*batch) for batch in held))
+
+    def losses(part: int = 0, parts: int = 1) -> Iterator[Tensor]:
+        return (job.loss_of(*batch) for batch in held[part::parts])
+
+    job.scheduler.probe_with(losses)
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:

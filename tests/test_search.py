@@ -461,6 +461,23 @@ def test_common_batches_are_those_of_replica_0(pair: Fleet) -> None:
     assert pair.run(_loaders) == [[0.0, 1.0, 2.0] * 2] * 2
 
 
+def test_replicas_of_equal_weights_split_a_probe() -> None:
+    seen: list[int] = []
+
+    def loss(batch: int) -> float:
+        seen.append(batch)
+        return float(batch)
+
+    probe = Probe(common_batches(iter(range(8)), loss, count=8), limit=8)
+    drawn = [probe(part, 4) for part in range(4)]
+    assert drawn == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]
+    assert len(seen) == 8
+    assert probe() == [float(i) for i in range(8)]
+    assert probe(9, 64) == [1.0], "never less than a batch each"
+    whole = Probe(lambda: iter([1.0, 2.0]))
+    assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
+
+
 def _wide(rank: int, size: int, lr: float) -> Any:
     run = Run(rank, lr=lr, how="sgd")
     while run.scheduler.searching:
