@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet_scale.converge import local
+from hdet_scale.fused import FusedOptimizer
 
 
 class Averaged:
@@ -33,6 +34,12 @@ class Averaged:
     def parameters(self) -> list[Tensor]:
         """What the optimizer steps: a parameter, or its fp32 master."""
         return [self._master(p) for p in trained(self.optimizer)]
+
+    def complete(self) -> None:
+        """Make what a first step would have made of `parameters`, where this replica has skipped
+        its steps: the others average their fp32 masters, and so must it."""
+        if isinstance(self.optimizer, FusedOptimizer):
+            self.optimizer.create_masters()
 
     def stepped(self) -> list[Tensor]:
         """What the optimizer keeps its state of."""

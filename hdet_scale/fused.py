@@ -388,8 +388,18 @@ class FusedOptimizer(Optimizer):
         for name in new:
             entry[name] = torch.zeros_like(param, dtype=combination.moment).detach()
         if combination.master and "master" not in entry:
-            entry["master"] = param.detach().to(torch.float32, copy=True)
+            entry["master"] = _master_of(param)
         return bool(new)
+
+    @torch.no_grad()
+    def create_masters(self) -> None:
+        """The fp32 masters that a first step would make, of every parameter it may step: for a
+        replica that has skipped its steps and is to be averaged with others' masters."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                wanted = param.requires_grad and self._combination(param, group).master
+                if wanted and "master" not in self.state[param]:
+                    self.state[param]["master"] = _master_of(param)
 
     def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
         """Whether torch's functional step does it all: no master, no rounding, its own dtypes."""
@@ -517,6 +527,10 @@ class FusedOptimizer(Optimizer):
     _reference: ClassVar[Any]
     _reference_options: ClassVar[tuple[str, ...]] = ()
     _no_slots: ClassVar[tuple[None, ...]] = ()
+
+
+def _master_of(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().to(torch.float32, copy=True)
 
 
 def _device_scalar(

@@ -83,6 +83,16 @@ class Asked:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """Whether replicas would average the same things."""
+
+    renewed: bool
+    """A replica has made a new plan: all must, since a new plan is compared first."""
+    parameters_alike: bool
+    moments_alike: bool
+
+
 class LossMeter:
     """The mean loss of a replica over a round, summed where the losses are."""
 
@@ -366,17 +376,26 @@ class Round:
         self.complete()
         if self.replicas.size == 1:
             return
-        own = self.averaged.moments() if moments and not self.average_moments else []
-        if own:
-            apart = Converge(own, self.replicas)
-            if not apart.replicas_agree():
-                apart()
+        if moments and not self.average_moments:
+            self._agree_on_moments()
         if self.diverges and self._agreed:
             return
         if self.diverges or not self._prepared().replicas_agree():
             self._converge_now(blocking=True)
         if moments:
             self._share_losses()
+
+    def _agree_on_moments(self) -> None:
+        """Average moments that the policy leaves to each replica; where one has none yet, as it
+        skipped its steps, the others keep theirs."""
+        own = self.averaged.moments()
+        rows = self.replicas.exchange([_fingerprint(own)], self._prepared().device)
+        if any(row != rows[0] for row in rows):
+            logger.warning("replicas hold different moments: the checkpoint has one replica's")
+        elif own:
+            apart = Converge(own, self.replicas)
+            if not apart.replicas_agree():
+                apart()
 
     def _share_losses(self) -> None:
         """Every replica's losses of the round so far, into the state that all ranks save."""
@@ -402,8 +421,9 @@ class Round:
     ) -> tuple[list[float], Outcome]:
         self.complete()
         converge = self._prepared()
-        losses, included, alike, renew = self._hear(converge, fragment)
-        converge = self._in_step(converge, alike, renew)
+        losses, included, plans = self._hear(converge, fragment)
+        alike = plans.moments_alike
+        converge = self._in_step(converge, plans)
         self._renewed = False
         self._agreed = blocking or (
             not self.config.converge.overlap and self.config.converge.fragments == 1
@@ -469,30 +489,37 @@ class Round:
         self._saved = {}
         return converge
 
-    def _in_step(self, converge: Converge, alike: bool, renew: bool) -> Converge:
+    def _in_step(self, converge: Converge, plans: Plans) -> Converge:
         """The converge that every replica makes now.
 
-        A replica that skipped its steps (an overflow, no batch) has no moments yet while the
-        others have: theirs wait for a round in which all have them. A new converge compares
-        plans first, so that a replica which kept its old one must make a new one too.
+        A replica that skipped its steps (an overflow, no batch) has no masters and no moments yet
+        while the others have. It makes its masters from its parameters, and is averaged with the
+        others'. Moments wait for a round in which all have them: zeros would not do, since Adam's
+        correction goes by each replica's own step count. A new converge compares plans first, so
+        that a replica which kept its old one must make a new one too.
         """
-        if self.average_moments and not alike:
+        if not plans.parameters_alike:
+            self.averaged.complete()
+        if self.average_moments and not plans.moments_alike:
             logger.warning("replicas hold different moments: they are not averaged in this round")
             self._converge = self._over(self.averaged.parameters(), self.averaged.buffers())
-        elif renew and not self._renewed:
+        elif not plans.parameters_alike:
+            self._converge = self._over(self.averaged.parameters(), converge.plain)
+        elif plans.renewed and not self._renewed:
             self._converge = self._over(converge.tensors, converge.plain)
         return self._converge or converge
 
     def _hear(
         self, converge: Converge, fragment: int | None
-    ) -> tuple[list[float], list[bool], bool, bool]:
-        """Every replica's mean loss, whether it is fit for the mean, whether all hold the same
-        moments, and whether one has made a new plan: one small exchange."""
+    ) -> tuple[list[float], list[bool], Plans]:
+        """Every replica's mean loss, whether it is fit for the mean, and what is to be averaged:
+        one small exchange."""
         has = float(self.meter.count > 0)
         mean = self.meter.total() / self.meter.count if has else 0.0
         overlap = self.config.converge.overlap
         mine = [mean, has, float(converge.healthy(fragment, snapshot=overlap))]
-        plan = [float(self._renewed), _fingerprint(self.averaged.moments())]
+        held = (converge.tensors, self.averaged.moments())
+        plan = [float(self._renewed), *map(_fingerprint, held)]
         rows = self.replicas.exchange(mine + plan, converge.device)
         # A shard without a loss reports (0, 0): the mean over the shards that have one.
         losses = [row[0] / row[1] if row[1] else math.nan for row in rows]
@@ -500,8 +527,12 @@ class Round:
             row[2] == 1.0 and (row[1] == 0.0 or math.isfinite(loss))
             for loss, row in zip(losses, rows, strict=True)
         ]
-        alike = all(row[4] == rows[0][4] for row in rows)
-        return losses, included, alike, any(row[3] for row in rows)
+        plans = Plans(
+            renewed=any(row[3] for row in rows),
+            parameters_alike=all(row[4] == rows[0][4] for row in rows),
+            moments_alike=all(row[5] == rows[0][5] for row in rows),
+        )
+        return losses, included, plans
 
     def find(self, scale: float) -> None:
         """What a search before the run found: the schedule is multiplied with it."""
