@@ -15,11 +15,15 @@ Safeguards, each for something that was seen:
   verdict; the rule waits where it is.
 - longest: a climb that is not over by then is ended, so that the run keeps its schedule.
 - the way down: after the grace, a run that has never gone up and whose slope is plainly positive
-  (z past the slope rule's gate) was started too high. m <- m - ln 10, and the weights go back to
-  where the search began, since an overshoot is not undone by a lower rate.
+  (z past the slope rule's gate) was started too high. m <- m - ln 10, and weights, buffers and
+  optimizer state go back to where the search began, since an overshoot is not undone by a lower
+  rate. The schedule and the count of steps go on.
 - divergence: replicas without a finite loss, or a probe loss above `diverged` times the lowest
   one seen, cut and rewind at any time; what diverged is from then on a ceiling that the climb
   does not reach again.
+
+Memory: until it holds, a mark of that place: one more copy of the parameters and buffers that a
+rank keeps, and of the optimizer's state, which at the start of a run is empty.
 
 Known limits: it compares losses before their decay, so that it is biased as every greedy rule is,
 and how far depends on the task (docs of the controller).
@@ -42,6 +46,7 @@ class Climb:
     """The rule above."""
 
     together = True
+    rewinds = True
 
     def __init__(
         self,

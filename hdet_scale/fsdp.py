@@ -205,7 +205,9 @@ class Checkpoint:
         whole = {"model": model, "optimizer": optimizer, "scheduler": Kept(state)}
         if attached.scheduler.converge_remembers:
             # By bucket of this rank's shards: such a checkpoint loads in the same layout alone.
-            whole[self._layout] = Kept(kept)
+            whole[self._slices("converge")] = Kept(kept)
+        if attached.scheduler.goes_back and attached.replicas.shard_size > 1:
+            whole[self._slices("mark")] = Kept({"mark": attached.scheduler.mark_state()})
         return whole
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,14 +220,15 @@ class Checkpoint:
             optim_state_dict=state["optimizer"],
         )
         scheduler = dict(state["scheduler"].values)
-        kept = state[self._layout].values if self._layout in state else {}
+        kept = state[self._slices("converge")].values if self._slices("converge") in state else {}
         scheduler["hdet"] = {**scheduler["hdet"], "converge": kept}
         attached.scheduler.load_state_dict(scheduler)
+        if self._slices("mark") in state:
+            attached.scheduler.load_mark(state[self._slices("mark")].values["mark"])
 
-    @property
-    def _layout(self) -> str:
+    def _slices(self, what: str) -> str:
         at = self.attached.replicas
-        return f"converge of shard {at.shard_rank} of {at.shard_size}"
+        return f"{what} of shard {at.shard_rank} of {at.shard_size}"
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -1,5 +1,7 @@
 """A mark: where the replicas were, so that they can go back there.
 
+A race goes back after each heat, a climb on its way down.
+
 Memory: one copy of what a converge averages on this rank (its shards of the parameters, the float
 buffers), and of the optimizer's state, which at the start of a run is empty.
 """
@@ -44,7 +46,7 @@ class Mark:
                 # A fresh start is not a state of zeros: SGD's first step copies the gradient.
                 optimizer.state.pop(p, None)
             else:
-                _put_back(optimizer.state[p], kept_state)
+                _put_back(optimizer.state[p], kept_state, p.device)
         for group, count in zip(optimizer.param_groups, self.counts, strict=True):
             if count is not None:
                 group["step"] = count
@@ -53,7 +55,7 @@ class Mark:
         self.averaged.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank in the middle of a race."""
+        """For a checkpoint of this rank in the middle of a race or a climb."""
         return {"tensors": self.tensors, "state": self.state, "counts": self.counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,11 +73,11 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _put_back(state: dict[str, Any], kept: Mapping[str, Any]) -> None:
+def _put_back(state: dict[str, Any], kept: Mapping[str, Any], device: torch.device) -> None:
     for name in [k for k in state if k not in kept]:
         del state[name]
     for name, value in kept.items():
         if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
             local(state[name]).copy_(value)
-        else:
-            state[name] = value
+        else:  # a copy: the steps to come must not move the mark
+            state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value

@@ -30,6 +30,7 @@ from hdet_scale.config import HDETConfig
 from hdet_scale.controller import PaperRule, Steering
 from hdet_scale.converge import Converge, Outcome, Pending, distinct, with_own_group
 from hdet_scale.factors import Factor
+from hdet_scale.mark import Mark
 from hdet_scale.rules import Decision, Guided
 from hdet_scale.slope import Sums
 from hdet_scale.spread import assignment, multipliers
@@ -165,12 +166,10 @@ class Round:
         averaged: Averaged,
         step: int = 0,
         probe: Callable[[], Iterable[float | Tensor]] | None = None,
-        rewind: Callable[[], None] | None = None,
     ) -> None:
         self.factors = list(factors)
         self.steering = steering
         self.probe = probe
-        self.rewind = rewind
         self.averaged = averaged
         self.replicas = replicas
         self.config = config
@@ -179,6 +178,7 @@ class Round:
         self.listeners: list[Callable[[RoundRecord], None]] = []
         self._converge: Converge | None = None
         self._saved: dict[str, Any] = {}
+        self._mark: Mark | None = None
         self._pending: Pending | None = None
         self._fold_in = 0
         policy = config.converge
@@ -216,6 +216,17 @@ class Round:
             return self.steering.spread > 0 or self.config.gradients == "local"
         return self.config.diverges
 
+    @property
+    def goes_back(self) -> bool:
+        """True while the rule may send the replicas back to where it began."""
+        steering = self.steering
+        return isinstance(steering, Guided) and steering.rule.rewinds and steering.spread > 0
+
+    def mark_start(self) -> None:
+        """Before the first step of a search that may go back: this is where to."""
+        if self.goes_back and self._mark is None:
+            self._mark = Mark(self.averaged)
+
     def rehome(self, replicas: Replicas, model: nn.Module | None, gradients: str | None) -> None:
         """Another set of replicas, between two rounds."""
         place = (self.replicas.rank, self.replicas.size, self.replicas.shard_size)
@@ -223,6 +234,11 @@ class Round:
             raise ValueError(
                 f"the replicas can change only at a converge, and this round is {self.steps} steps "
                 "old: call finalize() first"
+            )
+        if self._mark is not None:
+            raise ValueError(
+                f"rule={self.config.rule!r} has marked where its search began, of the model as it "
+                "was: attach the engine before the first step and before a state is loaded"
             )
         if gradients is not None:
             self.config = dataclasses.replace(self.config, gradients=gradients)
@@ -261,6 +277,7 @@ class Round:
     def count(self, loss: Tensor | float | None) -> bool:
         """One optimizer step is done; True when it ends the round."""
         self.connect()
+        self.mark_start()  # a replica that skipped its first step is still there
         if loss is not None and self.diverges:
             self.meter.add(loss)
         self.steps += 1
@@ -315,20 +332,26 @@ class Round:
         """End the round after `step` steps in all: exchange, average, steer, reassign."""
         if self.diverges:
             asked = self._ask(schedule)
-            last = self.config.converge.fragments - 1
-            losses, outcome = self._converge_now(last if last else None)
             bases = self.steering.bases(schedule)
             values = [
                 [f.at(b, rho) for rho in fan]
                 for f, b, fan in zip(self.factors, bases, self.fans, strict=True)
             ]
+            decision = None
+            if isinstance(self.steering, Guided) and asked is not None:
+                decision = self.steering.update(asked.sums, step)
+            if decision is not None and decision.rewind:
+                losses, outcome = self._go_back()
+            else:
+                last = self.config.converge.fragments - 1
+                losses, outcome = self._converge_now(last if last else None)
             if isinstance(self.steering, Steering):
                 fit = zip(losses, outcome.included, strict=True)
                 heard = [loss if ok else math.nan for loss, ok in fit]
                 self._warn_without_loss(heard)
                 self.steering.update(step, schedule, heard, values)
-            elif asked is not None:
-                self._obey(self.steering.update(asked.sums, step))
+            elif decision is not None:
+                self._obey(decision)
             self._publish(losses, values, schedule, outcome, step, asked)
         self._next()
 
@@ -356,14 +379,26 @@ class Round:
         """What a decision asks for beside the bases, which `write` takes from it."""
         if decision.verdict:
             logger.info("round %d: %s", self.index, decision.verdict)
-        if decision.rewind:
-            if self.rewind is None:
-                logger.warning("round %d: no mark to go back to, weights stay", self.index)
-            else:
-                self.rewind()
-        if decision.spread == 0.0 and not self._agreed:
-            # Nothing is averaged from here on: what overlap or fragments have left is, now.
+        if decision.spread > 0.0:
+            return
+        # The search is over. Nothing is averaged from here on: what overlap, fragments or the
+        # policy for moments have left is, now.
+        self._mark = None
+        if not self._agreed:
             self._converge_now(blocking=True)
+        if not (self.diverges or self.average_moments):
+            self._agree_on_moments()
+
+    def _go_back(self) -> tuple[list[float], Outcome]:
+        """Every replica to where the search began, in place of a converge: there may be no replica
+        left that is fit for a mean. What the converge remembers of the way is forgotten."""
+        losses, included, _ = self._hear(self._prepared(), None)
+        if self._mark is not None:
+            self._mark.restore()
+        self._converge, self._saved = None, {}
+        self._agreed = self._prepared().replicas_agree()
+        self._spend(Outcome(tuple(included), 0.0, 0))
+        return losses, self._spent
 
     def finalize(self, *, moments: bool = False) -> None:
         """Make the replicas agree now, in the middle of a round too; collective.
@@ -387,11 +422,11 @@ class Round:
 
     def _agree_on_moments(self) -> None:
         """Average moments that the policy leaves to each replica; where one has none yet, as it
-        skipped its steps, the others keep theirs."""
+        skipped its steps, each keeps its own."""
         own = self.averaged.moments()
         rows = self.replicas.exchange([_fingerprint(own)], self._prepared().device)
         if any(row != rows[0] for row in rows):
-            logger.warning("replicas hold different moments: the checkpoint has one replica's")
+            logger.warning("replicas hold different moments: they are not averaged")
         elif own:
             apart = Converge(own, self.replicas)
             if not apart.replicas_agree():
@@ -610,17 +645,36 @@ class Round:
             "factors": [f.name for f in self.factors],
             "steering": self.steering.state_dict(),
             "converge": self._remembered("points", "momenta"),
+            "mark": self.mark_state() if self.replicas.shard_size == 1 else None,
         }
 
+    def mark_state(self) -> dict[str, Any] | None:
+        """Where the search began, on this rank; of whole replicas the same on every rank."""
+        return None if self._mark is None else self._mark.state_dict()
+
+    def load_mark(self, state: Mapping[str, Any] | None) -> None:
+        """Go back to that place from now on."""
+        self._mark = None
+        if state is not None and self.goes_back:
+            self._mark = Mark(self.averaged)
+            self._mark.load_state_dict(state)
+
     def replica_state_dict(self) -> dict[str, Any]:
-        """What is this replica's own: the losses of the round, the residuals of the int8 wire."""
+        """What is this replica's own: the losses of the round, the residuals of the int8 wire; and
+        this rank's slices of the mark, where replicas are sharded."""
         self.complete()
-        return {"losses": self.meter.state_dict(), "converge": self._remembered("residuals")}
+        return {
+            "losses": self.meter.state_dict(),
+            "converge": self._remembered("residuals"),
+            "mark": self.mark_state() if self.replicas.shard_size > 1 else None,
+        }
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """After `load_state_dict`."""
         self.meter.load_state_dict(state["losses"])
         self._remember(state["converge"])
+        if state.get("mark") is not None:
+            self.load_mark(state["mark"])
 
     def _remembered(self, *names: str) -> dict[str, Any]:
         """What the converge keeps, or what was loaded for the one that is not there yet."""
@@ -646,6 +700,7 @@ class Round:
         self.meter.reset()
         self._take_losses()
         self.steering.load_state_dict(state["steering"])
+        self.load_mark(state.get("mark"))
         self._remember(self._fitting(state))
         self._assign()
 

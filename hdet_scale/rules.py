@@ -53,6 +53,9 @@ class Rule(Protocol):
 
     together: bool
     """True where all factors take the same level: one question for all of them."""
+    rewinds: bool
+    """True where it may send the replicas back to where it began: that place is then marked, at
+    the cost of a copy, until the search is over (hdet_scale.mark)."""
 
     @property
     def decision(self) -> Decision: ...

@@ -186,6 +186,8 @@ class Exploring:
     def _count(self, loss: Tensor | float | None, step: int) -> None:
         if self._round.count(loss):
             self._round.close(self._schedule, step)
+            if not self._round.goes_back:
+                self._unwatch()
 
     def _begin(
         self,
@@ -197,7 +199,7 @@ class Exploring:
         self._round = cycle
         modules = model.modules() if model is not None else ()
         self._wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self._local = []
+        self._local, self._watching = [], []
         if search is not None:
             self._search = search(self._switch_gradients)
         self._switch_gradients(self.gradients)
@@ -207,13 +209,13 @@ class Exploring:
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove, lambda: self._switch_gradients("")]
-        if self._search is not None:
+        if self._search is not None or cycle.goes_back:
             self._watch(model)
             self._undo.append(self._unwatch)
 
     def _watch(self, model: nn.Module | None) -> None:
-        """Mark where a heat begins: before the first forward, which moves BatchNorm's statistics,
-        or at least before the first step."""
+        """Mark where a heat or a climb begins: before the first forward, which moves BatchNorm's
+        statistics, or at least before the first step."""
         self._watching = [self.optimizer.register_step_pre_hook(self.before_step).remove]
         if model is not None:
             hook = model.register_forward_pre_hook(
@@ -226,7 +228,7 @@ class Exploring:
             self._watching.pop()()
 
     def before_step(self, *_: object) -> None:
-        """A hook of the optimizer: the race looks at where it begins."""
+        """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
         self._mark_place()
         if self._search is not None and self._search.active:
             self._search.before_step()
@@ -234,6 +236,7 @@ class Exploring:
     def _mark_place(self) -> None:
         search = self._search
         if search is None or not search.active:
+            self._round.mark_start()
             return
         if self.replicas.size > 1 and not self._can_part:
             raise RuntimeError(
@@ -285,6 +288,19 @@ class Exploring:
         return policy.wire == "int8" or policy.outer is not None
 
     @property
+    def goes_back(self) -> bool:
+        """True when the rule may send the replicas back to a mark, by its kind."""
+        return self._round.config.rule == "climb"
+
+    def mark_state(self) -> dict[str, Any] | None:
+        """This rank's part of the mark, for a checkpoint of shards."""
+        return self._round.mark_state()
+
+    def load_mark(self, state: Mapping[str, Any] | None) -> None:
+        """After `load_state_dict`."""
+        self._round.load_mark(state)
+
+    @property
     def steps_done(self) -> int:
         """Steps of this run so far, in whole rounds and the one under way."""
         searched = 0 if self._search is None else self._search.done
@@ -318,6 +334,7 @@ class Exploring:
                 probe.model = model
         if self._search is not None:
             self._search.rehome()
+        if self._watching:
             self._unwatch()
             self._watch(model)
         self._write()

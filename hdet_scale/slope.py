@@ -255,6 +255,7 @@ class Slope:
     """The rule above for all factors of a run."""
 
     together = False
+    rewinds = False
 
     def __init__(
         self,

@@ -76,17 +76,19 @@ class Layout:
 
 
 def apart(cycle: Round, *, own: bool) -> bool:
-    """True when one replica's state would be wrong for another: in the middle of a round; or for
-    good where the moments or what a wire remembers are each replica's own.
+    """True when one replica's state would be wrong for another: in the middle of a round; while
+    there is a mark, of which each rank has its slices; or for good where the moments or what a
+    wire remembers are each replica's own. Never once a search is over and replicas stay equal.
 
     own: the engine keeps something else for each replica, such as the loss scale of fp16.
     """
-    config, policy = cycle.config, cycle.config.converge
-    if cycle.replicas.size == 1 or not config.diverges:
+    policy = cycle.config.converge
+    if cycle.replicas.size == 1 or not cycle.diverges:
         return False
-    drift = cycle.averaged.moments_drift(config.gradients)
+    drift = cycle.averaged.moments_drift(cycle.config.gradients)
     return (
         own
+        or (cycle.goes_back and cycle.replicas.shard_size > 1)
         or not cycle.replicas_agree
         or (drift and not cycle.average_moments)
         or policy.wire == "int8"

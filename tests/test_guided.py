@@ -37,10 +37,18 @@ def probe_of(model: nn.Module, scheduler: list[Any]) -> Any:
 class Run:
     """The toy under DDP, AdamW, a slope or climb rule."""
 
-    def __init__(self, rank: int, lr: float = 1e-3, *, several: bool = False, **options: Any):
+    def __init__(
+        self,
+        rank: int,
+        lr: float = 1e-3,
+        *,
+        several: bool = False,
+        norm: bool = False,
+        **options: Any,
+    ) -> None:
         options = {"spread": 0.3, "interval": T, "rule": "slope", **options}
         self.rank = rank
-        self.model = toy(rank, rebuild=False)
+        self.model = toy(rank, rebuild=False, norm=norm)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.01)
         factors = [*learning_rates(self.optimizer), weight_decay(self.optimizer)]
         self.records: list[RoundRecord] = []
