@@ -6,6 +6,8 @@ schedulers an `Averaged` of its own: where the tensors are, and what to do once 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -73,6 +75,13 @@ class Averaged:
             master = self._master(p)
             if master is not p:
                 local(p).copy_(local(master))
+
+    def scale_state(self) -> dict[str, float]:
+        """What an engine keeps of a dynamic loss scale, which a replica's own overflows move."""
+        return {}
+
+    def load_scale_state(self, state: Mapping[str, float]) -> None:
+        """As it was, where the engine has one."""
 
     def _master(self, param: Tensor) -> Tensor:
         master = self.optimizer.state.get(param, {}).get("master")

@@ -19,7 +19,7 @@ from hdet_scale.converge import local
 
 
 class Mark:
-    """Parameters, buffers and optimizer state of one moment on this rank."""
+    """Parameters, buffers, optimizer state and loss scale of one moment on this rank."""
 
     def __init__(self, averaged: Averaged) -> None:
         self.averaged = averaged
@@ -27,6 +27,7 @@ class Mark:
         state = averaged.optimizer.state
         self.state = [_copied(state[p]) if p in state else None for p in self._params()]
         self.counts = [g.get("step") for g in averaged.optimizer.param_groups]
+        self.scale = averaged.scale_state()
 
     def _params(self) -> list[Tensor]:
         return self.averaged.stepped()
@@ -52,17 +53,25 @@ class Mark:
                 group["step"] = count
             else:
                 group.pop("step", None)
+        # Replicas with loss scales of their own would share gradients of different sizes.
+        self.averaged.load_scale_state(self.scale)
         self.averaged.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this rank in the middle of a race or a climb."""
-        return {"tensors": self.tensors, "state": self.state, "counts": self.counts}
+        return {
+            "tensors": self.tensors,
+            "state": self.state,
+            "counts": self.counts,
+            "scale": self.scale,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become another mark of the same model."""
         for mine, kept in zip(self.tensors, state["tensors"], strict=True):
             mine.copy_(kept)
         self.state, self.counts = list(state["state"]), list(state["counts"])
+        self.scale = dict(state["scale"])
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ there, so that another version fails at once and with words.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,8 @@ from torch.optim import Optimizer
 from hdet_scale.averaged import Averaged, trained
 from hdet_scale.gradient_mean import gradient_of
 
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What moves in a dynamic loss scale, by DeepSpeed's names; not every kind has the last."""
 WORKS_WITH = "deepspeed>=0.19.8,<0.20"
 
 
@@ -35,6 +38,8 @@ class Partitions(Averaged):
 
     needs: tuple[str, ...] = ()
     """The attributes of DeepSpeed's optimizer that are used."""
+    scaler: str | None = None
+    """The one that holds the loss scale of fp16."""
 
     def __init__(self, wrapper: Any, optimizer: Optimizer, model: nn.Module | None) -> None:
         super().__init__(optimizer, model)
@@ -67,11 +72,20 @@ class Partitions(Averaged):
     def noticed(self) -> None:
         """Called after the gradients have changed."""
 
+    def scale_state(self) -> dict[str, float]:
+        scaler = getattr(self.wrapper, self.scaler) if self.scaler else None
+        return {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}
+
+    def load_scale_state(self, state: Mapping[str, float]) -> None:
+        for name, value in state.items():
+            setattr(getattr(self.wrapper, str(self.scaler)), name, value)
+
 
 class Halves(Partitions):
     """Stage 0 in fp16 or bf16: an fp32 master for each parameter."""
 
-    needs = ("fp16_groups", "fp32_groups")
+    needs = ("fp16_groups", "fp32_groups", "loss_scale_config")
+    scaler = "loss_scale_config"
 
     def masters(self) -> list[Tensor]:
         return [p for group in self.wrapper.fp32_groups for p in group]
@@ -89,7 +103,8 @@ class Halves(Partitions):
 class FlatHalves(Partitions):
     """Stage 0 in fp16 or bf16 with a fused optimizer: one flat fp32 master a param group."""
 
-    needs = ("fp16_groups", "fp32_groups_flat")
+    needs = ("fp16_groups", "fp32_groups_flat", "loss_scale_config")
+    scaler = "loss_scale_config"
 
     def masters(self) -> list[Tensor]:
         return list(self.wrapper.fp32_groups_flat)
@@ -133,8 +148,10 @@ class Stages12(Partitions):
         "params_in_partition",
         "get_param_id",
         "dtype",
+        "loss_scaler",
     )
     needs_offloaded = ("norm_for_param_grads", "local_overflow", "grad_position")
+    scaler = "loss_scaler"
 
     def masters(self) -> list[Tensor]:
         return list(self.wrapper.single_partition_of_fp32_groups)
@@ -178,8 +195,10 @@ class Stage3(Partitions):
         "dtype",
         "_partition_all_parameters",
         "_reassign_or_swap_out_partitioned_parameters",
+        "loss_scaler",
     )
     needs_offloaded = ("norm_for_param_grads", "grad_position")
+    scaler = "loss_scaler"
 
     def masters(self) -> list[Tensor]:
         self._clear_padding()

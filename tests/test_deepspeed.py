@@ -172,6 +172,59 @@ def test_an_overflow_on_one_replica_leaves_counters_equal(
         assert finite
 
 
+# -- searches -----------------------------------------------------------------------------------
+
+
+def test_after_a_race_the_run_is_plain_deepspeed(four: Fleet) -> None:
+    """Every heat goes back to the bit, all ranks hear one verdict, and the run that follows is
+    that of an engine without HDET at the learning rates found."""
+    found = run(four, runs.raced, 3)
+    for back, told, distance in found:
+        assert back == [True] * 9, "eight heats, and the gathered model"
+        assert told == found[0][1]
+        assert distance <= 1e-6
+    steps, scale, verdict, rates = found[0][1]
+    assert steps == 44
+    assert verdict.startswith("found")
+    assert scale > 2
+    assert rates[0] == pytest.approx(scale * runs.MAX_LR / 50 / 25)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_race_in_fp16_goes_back_to_one_loss_scale(four: Fleet, stage: int) -> None:
+    found = run(four, runs.raced_in_fp16, stage)
+    for rank, (moved, back, scale, output, start) in enumerate(found):
+        assert (moved < start["cur_scale"]) is (rank >= 2), "replica 1 overflowed"
+        assert back == [True] * 8
+        assert scale == start["cur_scale"]
+        assert output == found[0][3]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_climb_goes_back_and_a_checkpoint_keeps_the_way(
+    four: Fleet, tmp_path: Path, stage: int
+) -> None:
+    for back, equal, (cuts, scale) in run(four, runs.climbed, str(tmp_path), stage):
+        assert back
+        assert equal
+        assert cuts == 1
+        assert scale
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_after_a_search_one_checkpoint_is_right_for_all(
+    four: Fleet, tmp_path: Path, stage: int
+) -> None:
+    """Replicas are equal again; each used to be given a place of its own."""
+    for phase, equal, wider in run(four, runs.after_the_search, str(tmp_path), stage):
+        assert phase == "hold"
+        assert equal
+        assert wider
+    folder = tmp_path / "global_step7"
+    assert json.loads((folder / "hdet.json").read_text())["apart"] is False
+    assert not list(folder.glob("replica_*"))
+
+
 # -- the loss -----------------------------------------------------------------------------------
 
 

@@ -639,6 +639,155 @@ def frozen(rank: int, size: int, stage: int) -> tuple[float, list[Tensor]]:
     return run.output(), [*run.parameters(), model.mean]
 
 
+def common(run: Run) -> Any:
+    """Four batches that all ranks have in common, for a probe."""
+
+    def losses() -> Any:
+        for i in range(4):
+            yield loss_of(run.engine.module, batch(10_000 + i, 0, 0), run.dtype)
+
+    return losses
+
+
+def held(run: Run) -> list[Tensor]:
+    """What a rewind must bring back on this rank."""
+    own = run.engine.partitions
+    return [t.detach().clone() for t in own.masters() + own.moments()]
+
+
+def same(*lists: list[Tensor]) -> bool:
+    return all(
+        len(one) == len(lists[0])
+        and all(torch.equal(a, b) for a, b in zip(one, lists[0], strict=True))
+        for one in lists
+    )
+
+
+RACE_STEPS = 540
+"""The shortest run that two replicas can race in: heats of 4 and 7 steps."""
+
+
+def racing(stage: int, dtype: str = "fp32", total: int = RACE_STEPS) -> Run:
+    config = settings(stage, dtype, rule="auto", spread=0.0)
+    params = {"max_lr": MAX_LR / 50, "total_steps": total, "cycle_momentum": False}
+    config["scheduler"]["params"] = params
+    run = Run(config)
+    run.scheduler.probe_with(common(run), run.model)
+    return run
+
+
+def raced(rank: int, size: int, stage: int) -> Any:
+    """The race; then ten steps against plain DeepSpeed over the whole world at the rates found."""
+    prepare(rank, size)
+    run, step, back = racing(stage), 0, []
+    start, whole = held(run), run.parameters()
+    run.scheduler.on_round(lambda _: back.append(same(held(run), start)))
+    while run.scheduler.searching:
+        run.train(step, step + 1)
+        step += 1
+    back.append(same(run.parameters(), whole))
+    rates = []
+    for i in range(10):
+        rates.append(run.scheduler.get_last_lr()[0])
+        run.train(step + i, step + i + 1)
+    mine, found = run.parameters(), run.scheduler._round.steering.found[0]
+    import deepspeed
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+    own = {k: v for k, v in settings(stage).items() if k not in ("hdet", "scheduler")}
+    model = network()
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=own
+    )
+    for i, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for part in range(PARTS):
+            engine.backward(loss_of(engine, batch(step + i, part, rank), torch.float32))
+            engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        pairs = zip(mine, model.parameters(), strict=True)
+        distance = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return back, (step, found, run.scheduler.verdict, rates), distance
+
+
+def raced_in_fp16(rank: int, size: int, stage: int) -> Any:
+    """Replica 1 overflows twice in the first heat, which halves its loss scale."""
+    prepare(rank, size)
+    run, scales = racing(stage, "fp16"), []
+    start = run.engine.partitions.scale_state()
+    run.scheduler.on_round(lambda _: scales.append(run.engine.partitions.scale_state() == start))
+    run.train(0, 3, bad={1: 1, 2: 1})
+    moved = float(run.optimizer.loss_scale)
+    step = 3
+    while run.scheduler.searching:
+        run.train(step, step + 1)
+        step += 1
+    run.train(step, step + 3)
+    return moved, scales, float(run.optimizer.loss_scale), run.output(), start
+
+
+def climbed(rank: int, size: int, home: str, stage: int) -> Any:
+    """A climb that is lost on all replicas after two rounds, goes back, and is resumed."""
+    prepare(rank, size)
+    config = settings(stage, "fp16", rule="climb", spread=0.3, interval=2, total_steps=200)
+    config["scheduler"] = {"type": "HDETAutoLR", "params": {}}
+
+    def fresh() -> Run:
+        run = Run(config)
+        run.scheduler.probe_with(common(run), run.model)
+        return run
+
+    def lost(run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        with torch.no_grad():
+            run.engine.partitions.masters()[0].fill_(float("nan"))
+        run.train(5, 6)
+        at = held(run)
+        run.train(6, 9)
+        return at, run.bits()
+
+    run = fresh()
+    start, scale = held(run), run.engine.partitions.scale_state()
+    run.train(0, 5)
+    run.engine.save_checkpoint(home)
+    back, end = lost(run)
+    again = fresh()
+    again.engine.load_checkpoint(home)
+    back_again, end_again = lost(again)
+    scales = [r.engine.partitions.scale_state()["cur_scale"] for r in (run, again)]
+    told = run.scheduler._round.steering.rule.cuts, scales[0] == scales[1] == scale["cur_scale"]
+    return same(start, back, back_again), same(end, end_again), told
+
+
+def after_the_search(rank: int, size: int, home: str, stage: int) -> Any:
+    """A slope search that is over: one checkpoint is right for all replicas."""
+    prepare(rank, size)
+
+    def fresh(shards: int) -> Run:
+        run = Run(settings(stage, shards=shards, rule="slope", spread=0.3, interval=2, patience=1))
+        run.scheduler.probe_with(common(run), run.model)
+        run.scheduler._round.steering.rule.false_moves = 1e-300  # it ends at once
+        return run
+
+    run = fresh(2)
+    run.train(0, 7)
+    phase = run.scheduler._round.steering.decision.phase
+    run.engine.save_checkpoint(home)
+    saved = run.parameters()
+    run.train(7, 11)
+    again = fresh(2)
+    again.engine.load_checkpoint(home)
+    again.train(7, 11)
+    equal = same(run.bits(), again.bits())
+    wider = True
+    if stage == 0:
+        other = fresh(1)
+        other.engine.load_checkpoint(home)
+        wider = same(other.parameters(), saved)
+    return phase, equal, wider
+
+
 def policies(rank: int, size: int, stage: int, policy: dict[str, Any]) -> Any:
     """Another converge policy, resumed in the middle of a round."""
     import tempfile
