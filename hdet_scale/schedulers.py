@@ -358,6 +358,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
     averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
     rule: "auto" or "race" finds the learning rate before the run; enable_auto_lr is "paper".
     probe: yields losses on batches that all replicas have in common; see hdet_scale.probe.
+    patience: rounds without a move after which the slope rule halves the spread.
     """
 
     def __init__(
@@ -396,6 +397,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         rule: str | None = None,
         probe: Losses | None = None,
         probe_batches: int = 16,
+        patience: int | None = 50,
     ) -> None:
         config = HDETConfig(
             spread=ensemble_lr_spread_ratio,
@@ -403,6 +405,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
             gradients=gradients,
             rule=rule or ("paper" if enable_auto_lr else "none"),
             probe=probe_batches,
+            patience=patience,
             warmup_steps=auto_lr_warmup_steps,
             loss_scale=loss_scale,
             momentum=momentum_of_lr,

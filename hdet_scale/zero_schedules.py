@@ -67,6 +67,7 @@ class HDETOneCycle(OneCycleAutoLR):
             model_sync_interval=config.interval,
             rule=config.rule,
             probe_batches=config.probe,
+            patience=config.patience,
             loss_scale=config.loss_scale,
             lr_of_lr=config.step_size,
             momentum_of_lr=config.momentum,
