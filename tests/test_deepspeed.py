@@ -200,11 +200,13 @@ def test_a_race_in_fp16_goes_back_to_one_loss_scale(four: Fleet, stage: int) -> 
         assert output == found[0][3]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "shards", "at"), [(1, 1, 4), (2, 2, 4), (3, 2, 5)])
 def test_a_climb_goes_back_and_a_checkpoint_keeps_the_way(
-    four: Fleet, tmp_path: Path, stage: int
+    four: Fleet, tmp_path: Path, stage: int, shards: int, at: int
 ) -> None:
-    for back, equal, (cuts, scale) in run(four, runs.climbed, str(tmp_path), stage):
+    """Saved after a converge, by whole replicas once for all and by shards each its slices; and
+    in the middle of a round."""
+    for back, equal, (cuts, scale) in run(four, runs.climbed, str(tmp_path), stage, shards, at):
         assert back
         assert equal
         assert cuts == 1

@@ -16,7 +16,7 @@ from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, Replicas
 from hdet_scale.factors import beta, dropout, learning_rates, weight_decay
 from hdet_scale.round import RoundRecord
 from tests.fleet import Fleet
-from tests.toy import batch, learn, toy
+from tests.toy import batch, learn, moments, same, toy
 from tests.traffic import traffic
 
 T = 4
@@ -44,12 +44,14 @@ class Run:
         *,
         several: bool = False,
         norm: bool = False,
+        l2: bool = False,
         **options: Any,
     ) -> None:
         options = {"spread": 0.3, "interval": T, "rule": "slope", **options}
         self.rank = rank
         self.model = toy(rank, rebuild=False, norm=norm)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.01)
+        kind = torch.optim.Adam if l2 else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=lr, weight_decay=0.01)
         factors = [*learning_rates(self.optimizer), weight_decay(self.optimizer)]
         self.records: list[RoundRecord] = []
         me: list[Any] = []
@@ -141,6 +143,23 @@ def test_a_search_that_is_over_leaves_plain_training(pair: Fleet, policy: dict[s
     assert [r[4] for r in results] == [3, 3]
 
 
+def _ended_with_own_moments(rank: int, size: int) -> Any:
+    run = Run(rank, l2=True, patience=1, converge=ConvergePolicy(moments=False))
+    run.scheduler._round.steering.rule.false_moves = 1e-300
+    run.steps(0, 3 * T)
+    at_end = moments(run.optimizer)
+    run.steps(3 * T, 6 * T)
+    return run.records[-1].phase, at_end, run.weights()
+
+
+def test_moments_that_were_each_replicas_own_agree_when_a_search_is_over(pair: Fleet) -> None:
+    """With L2 decay they drift, and nothing would hold the replicas together from there on."""
+    one, two = pair.run(_ended_with_own_moments)
+    assert one[0] == "hold"
+    assert same(one[1], two[1])
+    assert same(one[2], two[2])
+
+
 def _resumed(rank: int, size: int, at: int, several: bool) -> Any:
     options = {"patience": 6, "several": several}
     whole = Run(rank, **options)
@@ -158,8 +177,8 @@ def _resumed(rank: int, size: int, at: int, several: bool) -> Any:
 
 @pytest.mark.parametrize("at", [2 * T, 12 * T, 28 * T])
 def test_resume_bit_for_bit(pair: Fleet, at: int) -> None:
-    for same, bases, phase in pair.run(_resumed, at, False):
-        assert same
+    for equal, bases, phase in pair.run(_resumed, at, False):
+        assert equal
         assert bases
         assert phase == ("hold" if at == 28 * T else "search")
 

@@ -728,10 +728,11 @@ def raced_in_fp16(rank: int, size: int, stage: int) -> Any:
     return moved, scales, float(run.optimizer.loss_scale), run.output(), start
 
 
-def climbed(rank: int, size: int, home: str, stage: int) -> Any:
-    """A climb that is lost on all replicas after two rounds, goes back, and is resumed."""
+def climbed(rank: int, size: int, home: str, stage: int, shards: int, at: int) -> Any:
+    """A climb that is lost on all replicas in its third round and goes back; and the same from a
+    checkpoint after `at` steps."""
     prepare(rank, size)
-    config = settings(stage, "fp16", rule="climb", spread=0.3, interval=2, total_steps=200)
+    config = settings(stage, "fp16", shards, rule="climb", spread=0.3, interval=2, total_steps=200)
     config["scheduler"] = {"type": "HDETAutoLR", "params": {}}
 
     def fresh() -> Run:
@@ -740,16 +741,17 @@ def climbed(rank: int, size: int, home: str, stage: int) -> Any:
         return run
 
     def lost(run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        run.train(at, 5)
         with torch.no_grad():
             run.engine.partitions.masters()[0].fill_(float("nan"))
         run.train(5, 6)
-        at = held(run)
+        back = held(run)
         run.train(6, 9)
-        return at, run.bits()
+        return back, run.bits()
 
     run = fresh()
     start, scale = held(run), run.engine.partitions.scale_state()
-    run.train(0, 5)
+    run.train(0, at)
     run.engine.save_checkpoint(home)
     back, end = lost(run)
     again = fresh()
