@@ -53,6 +53,8 @@ LEARNT = 0.15
 """Share of the first loss that the best heat must take off before a race may speak for less."""
 SIZE = 8
 """Levels of a stage."""
+ENOUGH = 16
+"""Steps of a heat below which `rule="auto"` runs no race: too few to tell learning rates apart."""
 WARM = 0.05
 """Share of a heat that is its warm-up."""
 EXPONENTS = {"adaptive": (0.25, 0.4), "gradient": (0.6, 0.05)}
@@ -122,7 +124,7 @@ class Race:
         if shortest < 4:
             raise ValueError(
                 f"total_steps={total_steps} leaves heats of {shortest} steps for {replicas} "
-                f"replicas: a race needs {math.ceil(4 * self.heats / min(SHARES))} steps in all; "
+                f"replicas: a race needs {self.least_steps(replicas, 4)} steps in all; "
                 "use rule='none' for shorter runs"
             )
         self.stage, self.index = 0, 0
@@ -134,6 +136,12 @@ class Race:
         """Offsets and losses of the first stage."""
         self.found = 0.0
         self.verdict = ""
+
+    @staticmethod
+    def least_steps(replicas: int, heat: int) -> int:
+        """Steps of the shortest run whose heats have at least `heat`."""
+        teams = replicas // max(1, replicas // SIZE)
+        return math.ceil(heat * -(-SIZE // teams) / min(SHARES))
 
     def _steps(self, stage: int) -> int:
         return int(SHARES[stage] * self.total_steps) // self.heats

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.designs import check_design
 from hdet_scale.factors import Factor, check_factors, learning_rates
 from hdet_scale.probe import Losses, Probe
-from hdet_scale.race import Race
+from hdet_scale.race import ENOUGH, Race
 from hdet_scale.replay import ReplayLR as ReplayLR
 from hdet_scale.round import Round, RoundRecord, check_loss
 from hdet_scale.rules import Guided
@@ -41,6 +42,7 @@ PRIVATE = {
     "_round", "_undo", "_search", "_wrapped", "_local", "_watching",
 }  # fmt: skip
 """Attributes that are no part of a scheduler's state."""
+logger = logging.getLogger("hdet_scale")
 GUIDED = ("slope", "climb")
 """Rules that are fed by a probe at each converge."""
 
@@ -129,6 +131,8 @@ class Exploring:
         probe = Probe(losses, model, self._round.config.probe)
         if self._search is not None:
             self._search.probe = probe
+        elif self._round.config.searches:
+            return  # a run too short for a race: there is nothing to judge
         elif self._round.config.rule in GUIDED:
             self._round.probe = probe
         else:
@@ -455,7 +459,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 self.last_epoch,
             ),
             model,
-            self._race if config.searches else None,
+            self._race if _races(config, where, self.total_steps) else None,
             probe,
         )
 
@@ -565,7 +569,7 @@ class AutoLR(Exploring, LRScheduler):
                 self._steps,
             ),
             model,
-            self._race if config.searches else None,
+            self._race if _races(config, where, config.total_steps or 0) else None,
             probe,
         )
 
@@ -756,6 +760,22 @@ def _make_round(
         averaged=averaged,
         step=step,
     )
+
+
+def _races(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
+    """Whether a race comes before the run; "auto" leaves it out where it could not tell enough."""
+    if config.rule != "auto":
+        return config.searches
+    least = Race.least_steps(where.size, ENOUGH)
+    if total_steps < least and where.rank == where.shard_rank == 0:
+        logger.info(
+            "rule='auto' runs no race: %d steps are too few for %d replicas, %d would do; the "
+            "schedule given is run as it is",
+            total_steps,
+            where.size,
+            least,
+        )
+    return total_steps >= least
 
 
 def _make_search(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hdet_scale.mark import Mark
 from hdet_scale.probe import Probe, mean_of
-from hdet_scale.race import Heat, Level, Race, shape
+from hdet_scale.race import ENOUGH, Heat, Level, Race, shape
 from hdet_scale.round import LossMeter, Round, RoundRecord
 from hdet_scale.topology import Replicas
 
@@ -126,14 +126,15 @@ class Search:
 
     def rehome(self) -> None:
         """Other replicas than those the race was laid out for: a new one, from its start."""
-        if self.active and self.rule.replicas != self.replicas.size:
-            fresh = Race(
-                replicas=self.replicas.size,
-                total_steps=self.rule.total_steps,
-                adaptive=self.rule.adaptive,
-            )
-            self.rule = fresh
-            self._disband()
+        size, total = self.replicas.size, self.rule.total_steps
+        if not self.active or self.rule.replicas == size:
+            return
+        self._disband()
+        if self.cycle.config.rule == "auto" and total < Race.least_steps(size, ENOUGH):
+            self.rule.skip()
+            self._end()
+            return
+        self.rule = Race(replicas=size, total_steps=total, adaptive=self.rule.adaptive)
 
     def restart(self) -> None:
         """The heat from its beginning, on every rank: replicas agree where they began."""

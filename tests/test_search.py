@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge import local
@@ -57,11 +63,11 @@ class Run:
         probe = common(self.model)
         if kind == "one cycle":
             self.scheduler: Any = OneCycleAutoLR(
-                self.optimizer, lr, total_steps=S, rule="auto", model=self.model, probe=probe,
+                self.optimizer, lr, total_steps=S, rule="race", model=self.model, probe=probe,
                 cycle_momentum=False,
             )  # fmt: skip
         else:
-            config = HDETConfig(rule="auto", total_steps=S)
+            config = HDETConfig(rule="race", total_steps=S)
             inner = CosineAnnealingLR(self.optimizer, S)
             self.scheduler = AutoLR(inner, config, model=self.model, probe=probe)
         self.step = 0
@@ -118,7 +124,7 @@ def test_one_replica_finds_a_better_rate_and_goes_back_to_its_start(how: str) ->
     start, before = parameters(model), buffers(model)
     optimizer = optimizer_for(model, how, 1e-5)
     scheduler = OneCycleAutoLR(
-        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, probe=common(model),
+        optimizer, 1e-5, total_steps=4000, rule="race", model=model, probe=common(model),
         cycle_momentum=False,
     )  # fmt: skip
     step = 0
@@ -157,7 +163,7 @@ def test_without_a_probe_the_end_of_each_heat_is_heard() -> None:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     scheduler = OneCycleAutoLR(
-        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, cycle_momentum=False
+        optimizer, 1e-5, total_steps=4000, rule="race", model=model, cycle_momentum=False
     )
     search, step = scheduler._search, 0
     assert search is not None
@@ -175,7 +181,7 @@ def test_a_run_that_skips_every_step_keeps_its_schedule() -> None:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.01)
     scheduler = OneCycleAutoLR(
-        optimizer, 0.01, total_steps=S * 5, rule="auto", model=model, cycle_momentum=False
+        optimizer, 0.01, total_steps=S * 5, rule="race", model=model, cycle_momentum=False
     )
     start = parameters(model)
     while scheduler.searching:
@@ -244,20 +250,42 @@ def test_a_probe_that_is_no_probe(losses: Any, message: str) -> None:
         Probe(losses)()
 
 
+def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
+    """No race, no probe, and torch's own learning rates."""
+    model, other, called = toy(wrap=False), toy(wrap=False), []
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    plain = AdamW(other.parameters(), lr=0.1)
+    with caplog.at_level("INFO", "hdet_scale"):
+        scheduler = OneCycleAutoLR(
+            optimizer, 0.1, total_steps=4000, rule="auto", model=model, probe=called.append
+        )
+    assert "4000 steps are too few for 1 replicas, 4267 would do" in caplog.text
+    assert not scheduler.searching
+    reference = OneCycleLR(plain, 0.1, total_steps=4000)
+    for step in range(5):
+        assert scheduler.get_last_lr() == reference.get_last_lr()
+        scheduler.step(learn(model, optimizer, step, 0))
+        learn(other, plain, step, 0)
+        reference.step()
+    assert same(parameters(model), parameters(other))
+    assert not called
+    assert OneCycleAutoLR(plain, 0.1, total_steps=4267, rule="auto", model=model).searching
+
+
 def test_wrong_use_is_refused_at_once() -> None:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.1)
     inner = CosineAnnealingLR(optimizer, 100)
     with pytest.raises(ValueError, match="must know its length: set total_steps"):
-        AutoLR(inner, HDETConfig(rule="auto"))
+        AutoLR(inner, HDETConfig(rule="race"))
     with pytest.raises(ValueError, match="leaves heats of"):
-        AutoLR(inner, HDETConfig(rule="auto", total_steps=50))
+        AutoLR(inner, HDETConfig(rule="race", total_steps=50))
     with pytest.raises(ValueError, match="asks for no probe"):
         AutoLR(inner, HDETConfig(rule="paper"), probe=list)
     with pytest.raises(TypeError, match="callable that yields losses"):
-        AutoLR(inner, HDETConfig(rule="auto", total_steps=5000), probe=3)  # type: ignore[arg-type]
+        AutoLR(inner, HDETConfig(rule="race", total_steps=5000), probe=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="total_steps must be at least 1"):
-        HDETConfig(rule="auto", total_steps=0)
+        HDETConfig(rule="race", total_steps=0)
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -418,7 +446,7 @@ def test_a_replica_of_nans_is_not_heard_and_goes_back_whole(pair: Fleet) -> None
 def _unwrapped(rank: int, size: int) -> str:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.1)
-    scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="auto", cycle_momentum=False)
+    scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="race", cycle_momentum=False)
     try:
         scheduler.step(learn(model, optimizer, 0, rank))
     except RuntimeError as error:
@@ -502,7 +530,7 @@ def _sharded(rank: int, size: int) -> Any:
     fully_shard(model, mesh=mesh["shard"])
     start = [p.to_local().clone() for p in model.parameters()]
     optimizer = AdamW(model.parameters(), lr=3e-5)
-    config = HDETConfig(rule="auto", total_steps=S)
+    config = HDETConfig(rule="race", total_steps=S)
     inner = CosineAnnealingLR(optimizer, S)
     where = Replicas.from_mesh(mesh)
     scheduler = AutoLR(inner, config, replicas=where, probe=common(model))
@@ -539,7 +567,7 @@ def _native(rank: int, size: int) -> str:
     model = toy(wrap=False)
     fully_shard(model, mesh=mesh)
     optimizer = AdamW(model.parameters(), lr=3e-5)
-    inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="auto", total_steps=S)
+    inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="race", total_steps=S)
     try:
         fsdp.attach(model, optimizer, inner, config=config)
     except ValueError as error:

@@ -668,7 +668,7 @@ RACE_STEPS = 540
 
 
 def racing(stage: int, dtype: str = "fp32", total: int = RACE_STEPS) -> Run:
-    config = settings(stage, dtype, rule="auto", spread=0.0)
+    config = settings(stage, dtype, rule="race", spread=0.0)
     params = {"max_lr": MAX_LR / 50, "total_steps": total, "cycle_momentum": False}
     config["scheduler"]["params"] = params
     run = Run(config)
