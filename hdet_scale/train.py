@@ -477,7 +477,9 @@ def _as_rank(args: argparse.Namespace) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group(_backend())
     with shown(args.json) as show:
-        return run(args, show)
+        code = run(args, show)
+    dist.destroy_process_group()
+    return code
 
 
 def _with_workers(args: argparse.Namespace) -> int:

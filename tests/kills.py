@@ -24,7 +24,7 @@ from typing import Any
 from hdet_scale.runlog import FILE
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CLOCKS = ("time", "seconds", "tokens_per_second")
+CLOCKS = ("time", "seconds", "probe_seconds", "tokens_per_second")
 """What no two runs have in common."""
 LAYOUTS = {
     "ddp": ("ddp", 2, {"replicas": "auto"}),
