@@ -1,9 +1,9 @@
 """Heats: what a race showed, read back from the log of its run.
 
 A heat's line says what each replica's peak learning rate was and the loss after its decay. A heat
-is short and has a replica's batch alone: the learning rate of the run that it stands for is c
-times as high, with the c of its stage, which the log's first line has (`race.translations`). The
-round that closes a stage has the race's verdict.
+is short and has a part of the batch: the learning rate of the run that it stands for is c times as
+high, with the c of its stage, which the log's first line has (`race.translations`). The round that
+closes a stage has the race's verdict.
 """
 
 from __future__ import annotations
