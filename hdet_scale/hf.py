@@ -11,6 +11,7 @@ is the user's own, counted once an optimizer step.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def _targets(module: nn.Module, labels: Tensor) -> Tensor:
 class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types for us
     """HDET in a Trainer: `Trainer(..., callbacks=[HDETCallback(config)])`.
 
-    log: a folder for the run log (`hdet report` reads it).
+    log: a folder for the run log, which `hdet report` and `hdet replay` read: a line a round, and
+    a step line when the Trainer logs (`logging_steps`) or saves.
     Checkpoints hold the converged model. Let `save_steps` be a multiple of `interval`: elsewhere
     the replicas are averaged for the saving, and the run goes on from that.
     """
@@ -100,6 +102,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self.folder = log
         self.attached: Attached | None = None
         self._log: RunLog | None = None
+        self._bases: list[list[float]] = []
 
     @property
     def scheduler(self) -> Any:
@@ -128,9 +131,21 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                     "replicas": place.size,
                     "shards": place.shard_size,
                     "interval": self.config.interval,
+                    **self.scheduler.race_told,
                 }
             )
             self.scheduler.on_round(self._log.round)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The base that the step is going to use."""
+        if self._log is not None:
+            self._bases.append(self.scheduler.get_base_lr())
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The mean loss that the Trainer has gathered anyway, over all processes."""
+        logs = kwargs.get("logs") or {}
+        if "loss" in logs:
+            self._write_steps(state.global_step, float(logs["loss"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer's own callback has decided by now whether it saves."""
@@ -138,7 +153,9 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self.scheduler.agree_for_checkpoint()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The round beside the Trainer's files."""
+        """The round beside the Trainer's files. The log knows every step that they do: a resumed
+        run would leave a gap in the schedule otherwise."""
+        self._write_steps(state.global_step)
         held = self.scheduler.state_dict()
         if args.should_save:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -152,11 +169,21 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             return
         self.scheduler.finalize()
         if self._log is not None:
+            self._write_steps(state.global_step)
             self._log.end(state.global_step)
             self._log.close()
             self._log = None
         self.attached.detach()
         self.attached = None
+
+    def _write_steps(self, step: int, loss: float = math.nan) -> None:
+        """What is new since the last line; without a loss where the Trainer has not logged one."""
+        if self._log is None or not self._bases:
+            return
+        names = [f.name for f in self.scheduler._round.factors]
+        columns = zip(names, zip(*self._bases, strict=True), strict=True)
+        self._log.step(step, loss, dict(columns))
+        self._bases.clear()
 
     def _resume(self, args: Any, step: int) -> None:
         asked, latest = args.resume_from_checkpoint, f"checkpoint-{step}"

@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hdet_scale.heats import PHASE, race_of, steps_of_race
 from hdet_scale.runlog import Log, plain, read
 
 POINTS = 2000
@@ -42,23 +43,35 @@ def page(logs: Sequence[Log]) -> str:
 
 
 def collect(log: Log) -> dict[str, Any]:
-    """What the page needs of one run."""
-    groups = [*_groups(log.rounds)]
+    """What the page needs of one run. A race is a thing of its own: its heats are no rounds, and
+    its steps none of the schedule."""
+    race, rounds = race_of(log), _rounds_of_run(log)
+    groups = [*_groups(rounds)]
     found = {
         "name": log.name,
         "run": plain(log.starts[-1]["run"]) if log.starts else {},
         "finished": log.end is not None,
-        "replicas": max((len(line["losses"]) for line in log.rounds), default=0),
+        "replicas": max((len(line["losses"]) for line in rounds), default=0),
         "factors": _factors(log),
-        "rounds": len(log.rounds),
+        "race": race,
+        "rounds": len(rounds),
         "group": max(map(len, groups), default=1),
         "steps": _steps(log),
-        "round": _rounds(groups),
-        "marks": _marks(log.rounds),
+        "round": _rounds(groups, steps_of_race(log)),
+        "marks": _marks(rounds),
         "events": _events(log)[-EVENTS:],
         "totals": _totals(log),
     }
     return _short(found)  # type: ignore[no-any-return]
+
+
+def _rounds_of_run(log: Log) -> list[dict[str, Any]]:
+    return [line for line in log.rounds if line.get("phase") != PHASE]
+
+
+def _steps_of_run(log: Log) -> list[dict[str, Any]]:
+    race = steps_of_race(log)
+    return [line for line in log.steps if line["step"] > race]
 
 
 def _factors(log: Log) -> list[str]:
@@ -73,7 +86,7 @@ def _groups(lines: Sequence[dict[str, Any]]) -> Iterable[Sequence[dict[str, Any]
 
 def _steps(log: Log) -> dict[str, Any]:
     """Sampled steps: the loss, and of each factor the base."""
-    groups = [*_groups(log.steps)]
+    groups = [*_groups(_steps_of_run(log))]
     return {
         "x": [g[-1]["step"] for g in groups],
         "loss": [_mean(line["loss"] for line in g) for g in groups],
@@ -83,8 +96,8 @@ def _steps(log: Log) -> dict[str, Any]:
     }
 
 
-def _rounds(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Column by column."""
+def _rounds(groups: Sequence[Sequence[dict[str, Any]]], start: int) -> dict[str, Any]:
+    """Column by column; the first round began after step `start`."""
     if not groups:
         return {"x": []}
     first = groups[0][0]
@@ -92,7 +105,7 @@ def _rounds(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     all_rates = sum(map(len, groups)) * replicas <= STROKES
     return {
         "x": [g[-1]["step"] for g in groups],
-        "from": [0, *(g[-1]["step"] for g in groups[:-1])],
+        "from": [start, *(g[-1]["step"] for g in groups[:-1])],
         "losses": [
             [_mean(_at(line["losses"], r) for line in g) for g in groups] for r in range(replicas)
         ],
@@ -134,7 +147,8 @@ def _marks(rounds: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _events(log: Log) -> list[dict[str, Any]]:
-    """Quarantines, changes of phase, resumes, clamps and other messages, by step."""
+    """Quarantines, verdicts of a race, changes of phase, resumes, clamps and other messages, by
+    step."""
     found = [
         {"step": line["step"], "event": "resume", "text": f"resumed at step {line['step']}"}
         for line in log.starts
@@ -147,11 +161,16 @@ def _events(log: Log) -> list[dict[str, Any]]:
             text = f"replica {who} left out of the mean: a parameter or a loss was not finite"
             found.append({"step": line["step"], "event": "quarantine", "text": text})
         now = line.get("phase") or ""
-        if now != phase:
+        if now == PHASE:
+            if line["verdict"]:
+                found.append({"step": line["step"], "event": PHASE, "text": line["verdict"]})
+        elif now != phase:
             text = f"{phase or 'start'} \u2192 {now or 'none'}"
             found.append({"step": line["step"], "event": "phase", "text": text})
             phase = now
     for line in log.events:
+        if line["text"].startswith("race, step"):
+            continue  # the verdict that its round has
         clamp = line["event"] == "info" and "below the floor" in line["text"]
         name = "clamp" if clamp else line["event"]
         found.append({"step": line["step"], "event": name, "text": line["text"]})
@@ -163,8 +182,9 @@ def _totals(log: Log) -> dict[str, Any]:
     clock = [line["time"] for line in (*log.steps, *log.rounds)]
     spent = math.fsum(line["seconds"] or 0 for line in log.rounds)
     # A rule may explore at the beginning only: the last loss is the last of either.
-    late = log.rounds and (not log.steps or log.rounds[-1]["step"] >= 0.8 * log.steps[-1]["step"])
-    shown = [_mean(x["losses"]) for x in log.rounds] if late else [x["loss"] for x in log.steps]
+    rounds, steps = _rounds_of_run(log), _steps_of_run(log)
+    late = rounds and (not steps or rounds[-1]["step"] >= 0.8 * steps[-1]["step"])
+    shown = [_mean(x["losses"]) for x in rounds] if late else [x["loss"] for x in steps]
     last = shown[-max(1, len(shown) // 20) :]
     lines = log.rounds or log.steps
     return {

@@ -1,7 +1,7 @@
 """`hdet train`: a GPT on text or tokens, with replicas, on DDP, FSDP2 or DeepSpeed.
 
     hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4 --run runs/first
-    torchrun --nproc-per-node 8 -m hdet_scale.train --engine fsdp --config configs/fsdp_hdet.json
+    torchrun --nproc-per-node 8 -m hdet_scale.train --config configs/fsdp_hdet.json --folder RUN
     deepspeed --num_accelerators 4 --module hdet_scale.train --deepspeed_config configs/ds_hdet.json
     srun python -m hdet_scale.train --config configs/fsdp_hdet.json        (with MASTER_ADDR set)
 
@@ -360,6 +360,7 @@ def _about(args: argparse.Namespace, job: Job, shape: GPTConfig) -> dict[str, An
         "asked": _asked(args),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "device": job.device.type,
+        **job.scheduler.race_told,
     }
 
 
@@ -376,7 +377,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engine", choices=ENGINES, help="ddp if unset")
     add("--config", type=Path, metavar="FILE", help="JSON: recipe and hdet block, or DeepSpeed's")
     add("--deepspeed_config", type=Path, help=argparse.SUPPRESS)
-    add("--run", type=Path, metavar="RUN", help="folder of log and checkpoints; runs/DATE if unset")
+    # torchrun takes --run for the beginning of an option of its own: under it, --folder.
+    add("--run", "--folder", type=Path, metavar="RUN", help="log, checkpoints; runs/DATE if unset")
     add("--resume", action="store_true", help="go on from RUN's newest whole checkpoint")
     add("--workers", type=int, default=2, metavar="N", help="local processes without a launcher: 2")
     add("--replicas", type=int, metavar="N", help="over the config's, as the next five")
@@ -475,7 +477,9 @@ def _as_rank(args: argparse.Namespace) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group(_backend())
     with shown(args.json) as show:
-        return run(args, show)
+        code = run(args, show)
+    dist.destroy_process_group()
+    return code
 
 
 def _with_workers(args: argparse.Namespace) -> int:

@@ -24,13 +24,15 @@ from typing import Any
 from hdet_scale.runlog import FILE
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CLOCKS = ("time", "seconds", "tokens_per_second")
+CLOCKS = ("time", "seconds", "probe_seconds", "tokens_per_second")
 """What no two runs have in common."""
 LAYOUTS = {
     "ddp": ("ddp", 2, {"replicas": "auto"}),
     "fsdp": ("fsdp", 4, {"replicas": 2}),
     "fsdp local": ("fsdp", 2, {"replicas": 2, "gradients": "local"}),
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
+    "ddp race": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
+    "fsdp race": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
 }
 SECONDS = 600
 

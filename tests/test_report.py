@@ -7,16 +7,18 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hdet_scale import cli, report
+from hdet_scale.heats import race_of
 from hdet_scale.round import RoundRecord
 from hdet_scale.runlog import RunLog, read
 from tests.browser import Browser, chromium
+from tests.raced import raced
 
 FIGURES = ("loss", "schedule", "fan", "evidence", "heat", "cost")
 
@@ -77,6 +79,16 @@ def say_more(folder: Path) -> Path:
     return folder
 
 
+def off_the_cliff(folder: Path) -> Path:
+    """The highest level of the race's first stage diverged, and the one below it nearly."""
+    path = folder / "log.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    coarse = [line for line in lines if line["kind"] == "round"][:8]
+    coarse[-1]["losses"], coarse[-2]["losses"] = [None], [1e6]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
 def plain_run(folder: Path) -> Path:
     """Spread 0: sampled steps and no rounds."""
     with RunLog(folder) as log:
@@ -99,9 +111,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     made.close()
 
 
-def check_drawn(browser: Browser) -> None:
-    """Every figure has drawn marks, and its pixels are not the empty card."""
-    for name in FIGURES:
+def check_drawn(browser: Browser, figures: Sequence[str] = FIGURES) -> None:
+    """Every figure has drawn marks, and its pixels are not the empty card; others are not seen."""
+    seen = "[...document.querySelectorAll('figure')].filter((f) => f.offsetParent).map((f) => f.id)"
+    assert set(browser.value(seen)) == set(figures)
+    for name in figures:
         marks, share = browser.value(
             f"""(() => {{ const c = document.querySelector('#{name} canvas');
             const copy = Object.assign(document.createElement('canvas'),
@@ -147,6 +161,39 @@ def test_every_figure_draws_for_every_run(browser: Browser, tmp_path: Path, sche
         assert word in events
     hover = "FIGURES.fan.hover(100, RUNS[0]).length + FIGURES.evidence.hover(9, RUNS[1]).length"
     assert browser.value(hover) == 5 + 2
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_race_has_its_own_figure_and_leaves_the_fan_to_the_run(
+    browser: Browser, tmp_path: Path, scheme: str
+) -> None:
+    page, run = tmp_path / "report.html", tmp_path / "raced"
+    raced(run)
+    other = a_run(tmp_path / "paper", rounds=12)
+    assert report.main([str(off_the_cliff(run)), str(other), "-o", str(page)]) == 0
+    browser.prefer(scheme)
+    browser.open(page)
+    check_drawn(browser, ("loss", "schedule", "fan", "race"))
+    race = race_of(read(run))
+    assert race is not None
+    found, peaks = race["found"]["lr/group0"], race["stages"][0]["rates"]["lr/group0"]
+    low, high = browser.value("FIGURES.race.plot.x")
+    assert low < min(peaks) < max(peaks) < high
+    # A million nats are above the frame, and so is what diverged.
+    assert browser.value("FIGURES.race.plot.y[1]") < 100
+    words = browser.value("FIGURES.race.plot.legend.map((e) => e.label).join()")
+    assert "above the frame, or diverged" in words
+    assert browser.value(f"FIGURES.race.hover({max(peaks)}, RUNS[0])[0][1]") == "diverged"
+    assert browser.value("FIGURES.fan.plot.y[1]") <= 10 * found
+    note = browser.value("document.getElementById('race').textContent")
+    for stage in race["stages"]:
+        assert stage["verdict"].replace(" x the", " \u00d7 the") in note
+    rows = browser.value("FIGURES.race.table(RUNS[0])")
+    assert [row[2] for row in rows[1:9]] == [
+        pytest.approx(x, rel=1e-5) if x is not None else None for x in race["stages"][0]["losses"]
+    ]
+    browser.value("{const s = document.getElementById('run'); s.value = 1; s.onchange()}")
+    check_drawn(browser)
 
 
 def test_ten_thousand_rounds_open_at_once_and_are_small(browser: Browser, tmp_path: Path) -> None:

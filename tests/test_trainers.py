@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.counted import Counted
+from hdet_scale.replay import ReplayLR, discovered
 from hdet_scale.runlog import read
 from tests.fleet import Fleet
 
@@ -49,8 +50,8 @@ def hf_train(
 
     from hdet_scale.hf import HDETCallback
 
-    model, records, rates = gpt2(), [], []
-    callback = HDETCallback(CONFIG, log=Path(home, "log") if resume is None else None)
+    model, records, rates, bases = gpt2(), [], [], []
+    callback = HDETCallback(CONFIG, log=Path(home, "log"))
 
     class Watch(HDETCallback):
         """Beside ours: the rounds, and the rate of each step on this rank."""
@@ -60,12 +61,15 @@ def hf_train(
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             rates.append(callback.scheduler.get_last_lr()[0])
+            bases.append(callback.scheduler.get_base_lr())
 
         def on_step_end(self, *_: Any, **__: Any) -> None: ...
+        def on_log(self, *_: Any, **__: Any) -> None: ...
         def on_save(self, *_: Any, **__: Any) -> None: ...
         def on_train_end(self, *_: Any, **__: Any) -> None: ...
 
-    chosen = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 12, **options}
+    chosen = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 12}
+    chosen |= {"logging_steps": 3, **options}
     arguments = TrainingArguments(
         output_dir=home,
         use_cpu=True,
@@ -84,6 +88,8 @@ def hf_train(
         "weights": [p.detach().clone() for p in model.parameters()],
         "rounds": [(r.step, r.losses, r.bases["lr/group0"]) for r in records],
         "rates": rates,
+        "bases": [list(values) for values in zip(*bases, strict=True)],
+        "logged": [(x["step"], x["loss"]) for x in trainer.state.log_history if "loss" in x],
         "counted": getattr(schedule, "scheduler", schedule).last_epoch,
         "own step again": type(schedule) is torch.optim.lr_scheduler.LambdaLR,
     }
@@ -98,11 +104,32 @@ def test_the_trainer_explores_counts_once_and_resumes(pair: Fleet, tmp_path: Pat
     assert first["own step again"]
     assert all(a != b for a, b in zip(first["rates"], second["rates"], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
-    assert len(read(tmp_path / "log").rounds) == 3
+    check_log(tmp_path / "log", first["bases"], first["logged"])
     checkpoint = str(tmp_path / "checkpoint-8")
     again = pair.run(hf_train, str(tmp_path), checkpoint, False)[0]
     assert again["rounds"] == first["rounds"][2:]
+    # The Trainer's own loss of step 9 is now the mean since the resume.
+    check_log(tmp_path / "log", first["bases"], again["logged"])
+    assert [line["kind"] for line in read(tmp_path / "log").starts] == ["start", "resume"]
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], again["weights"], strict=True))
+
+
+def check_log(folder: Path, bases: list[list[float]], logged: list[tuple[int, float]]) -> None:
+    """The log has every round and, for a replay, the base of every step."""
+    log = read(folder)
+    assert [line["step"] for line in log.rounds] == [4, 8, 12]
+    # Where the Trainer logged, and where it saved: 4 and 8 have no loss of its.
+    assert [line["step"] for line in log.steps] == [3, 4, 6, 8, 9, 12]
+    assert [(x["step"], x["loss"]) for x in log.steps if x["loss"] is not None] == logged
+    made = discovered(log)
+    assert list(made["bases"].values()) == bases
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in bases])
+    replayed, rates = ReplayLR(optimizer, made), []
+    for _ in range(12):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        replayed.step()
+    assert [list(column) for column in zip(*rates, strict=True)] == bases
 
 
 def test_the_loss_is_this_replicas_mean_whatever_the_trainer_divides_by(

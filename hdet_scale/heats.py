@@ -1,0 +1,102 @@
+"""Heats: what a race showed, read back from the log of its run.
+
+A heat's line says what each replica's peak learning rate was and the loss after its decay. A heat
+is short and has a part of the batch: the learning rate of the run that it stands for is c times as
+high, with the c of its stage, which the log's first line has (`race.translations`). The round that
+closes a stage has the race's verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hdet_scale.runlog import Log
+
+PHASE = "race"
+
+
+def heats(log: Log) -> list[dict[str, Any]]:
+    """The rounds of the race; of one that was begun anew, with other replicas, the last."""
+    found = [line for line in log.rounds if line.get("phase") == PHASE]
+    first = max((i for i, line in enumerate(found) if line["round"] == 0), default=0)
+    return found[first:]
+
+
+def steps_of_race(log: Log) -> int:
+    """Steps before the run itself began, all there are while the race lasts; 0 without one."""
+    lines = heats(log)
+    if not lines:
+        return 0
+    return int(lines[-1]["step"] if _over(lines) else max(x["step"] for x in (*lines, *log.steps)))
+
+
+def race_of(log: Log) -> dict[str, Any] | None:
+    """Stages, what was given, what was found (None while it lasts); None without a race."""
+    lines = heats(log)
+    if not lines:
+        return None
+    stages = _stages(lines)
+    told = _translations(log, lines[0]["step"])
+    scales = told or [1.0] * len(stages)
+    return {
+        "steps": steps_of_race(log),
+        "heats": len(lines),
+        "translated": bool(told),
+        "given": lines[0]["bases"],
+        "found": lines[-1]["bases"] if _over(lines) else None,
+        "stages": [_stage(*each) for each in zip(stages, scales, strict=False)],
+        "x": [line["step"] for line in lines],
+        "peaks": {
+            name: [
+                [rate * scale for rate in line["values"][name]]
+                for stage, scale in zip(stages, scales, strict=False)
+                for line in stage
+            ]
+            for name in lines[0]["values"]
+        },
+    }
+
+
+def _over(lines: Sequence[dict[str, Any]]) -> bool:
+    """Both stages have as many heats; a race that found nothing finite counts past the second."""
+    return bool(lines[-1]["verdict"]) and lines[-1]["round"] + 1 == 2 * len(_stages(lines)[0])
+
+
+def _stages(lines: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    stages: list[list[dict[str, Any]]] = [[]]
+    for line in lines:
+        if stages[-1] and stages[-1][-1]["verdict"]:
+            stages.append([])
+        stages[-1].append(line)
+    return stages
+
+
+def _translations(log: Log, step: int) -> list[float]:
+    """Of the process that ran the race: a later one may have other replicas."""
+    before = [line["run"] for line in log.starts if line["step"] < step]
+    told = (before[-1].get("race") or {}) if before else {}
+    return [float(c) for c in told.get("translations", ())]
+
+
+def _stage(lines: Sequence[dict[str, Any]], scale: float) -> dict[str, Any]:
+    """Its levels in order. Replicas that ran the same one have told the mean of that heat."""
+    levels: dict[tuple[float, ...], list[float | None]] = {}
+    names = list(lines[0]["values"])
+    for line in lines:
+        rates = zip(*(line["values"][name] for name in names), strict=True)
+        for at, loss in zip(rates, line["losses"], strict=True):
+            levels.setdefault(at, []).append(loss)
+    order = sorted(levels)
+    return {
+        "rates": {name: [at[i] * scale for at in order] for i, name in enumerate(names)},
+        "losses": [_mean(levels[at]) for at in order],
+        "verdict": lines[-1]["verdict"],
+    }
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    """None where no replica's loss was finite: the level diverged."""
+    heard = [x for x in losses if x is not None]
+    return math.fsum(heard) / len(heard) if heard else None
