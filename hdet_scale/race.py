@@ -9,8 +9,8 @@ after the decay. From the same weights, team j runs h steps of
 and is judged by its loss on common probe batches. A team is one replica with its own gradients, or,
 of N >= 16 replicas, N // 8 that share theirs, so that its batch is never less than about an eighth
 of the run's. Two stages: K = 8 levels x of a factor four around the learning rate given, then eight
-over four octaves around the best of those. The minimum of a parabola through the levels of both is
-what was found. The replicas then go back to where the race began, and the run starts with
+over four octaves around the best of those. The minimum of a parabola through those is what was
+found. The replicas then go back to where the race began, and the run starts with
 eta_peak exp(x*).
 
 c translates: of M teams each has 1/M of the batch and a small part h/S of the steps, and the best
@@ -53,7 +53,7 @@ LEARNT = 0.15
 """Share of the first loss that the best heat must take off before a race may speak for less."""
 SIZE = 8
 """Levels of a stage."""
-ENOUGH = 16
+ENOUGH = 12
 """Steps of a heat below which `rule="auto"` runs no race: too few to tell learning rates apart."""
 WARM = 0.05
 """Share of a heat that is its warm-up."""
@@ -232,7 +232,7 @@ class Race:
         losses = [level.mean for level in self.seen]
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the second stage stayed finite: the schedule given stays"
-        curve = Parabola.through(self.offsets, losses, width=3, earlier=self.coarse)
+        curve = Parabola.through(self.offsets, losses, width=3)
         nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
         gain = losses[nearest] - curve.lowest
         if self.offsets[nearest] != 0.0:
@@ -313,55 +313,34 @@ class Parabola:
     """
 
     minimum: float
-    """Where it is lowest, at most one level from the lowest level and never beyond the levels:
-    past their edge there may be a cliff."""
+    """Where it is lowest, at most a level below the lowest level or half a level above it, where
+    there may be a cliff, and never beyond the levels."""
     lowest: float
     """Its value there."""
     scatter: float
     """Standard deviation of the levels around it; 0 where it goes through all of them."""
 
     @classmethod
-    def through(
-        cls,
-        xs: Sequence[float],
-        ys: Sequence[float],
-        *,
-        width: int,
-        earlier: Sequence[tuple[float, float]] = (),
-    ) -> Parabola:
+    def through(cls, xs: Sequence[float], ys: Sequence[float], *, width: int) -> Parabola:
         """By least squares over the 2 width + 1 finite levels around the lowest, fewer on one side
-        where they end; levels (x, y) of an earlier stage within their span have a y0 of their own.
-        """
+        where they end."""
         finite = [k for k in range(len(ys)) if math.isfinite(ys[k])]
         best = min(finite, key=lambda k: (ys[k], abs(xs[k])))
         if len(finite) < 3:
             return cls(xs[best], ys[best], 0.0)
-        place = finite.index(best)
-        first = max(0, min(place - width, len(finite) - (2 * width + 1)))
+        first = max(0, min(finite.index(best) - width, len(finite) - (2 * width + 1)))
         near = finite[first : first + 2 * width + 1]
         u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
-        older = [(x - xs[best], y) for x, y in earlier if math.isfinite(y)]
-        older = [(x, y) for x, y in older if u[0] <= x <= u[-1]]
-        floor = min((y for _, y in older), default=0.0)
-        points = u + [x for x, _ in older]
-        values = v + [y - floor for _, y in older]
         typical = statistics.median(ys[k] - ys[best] for k in finite)
-        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in values]
-        columns = [[1.0] * len(points), points, [x * x for x in points]]
-        if older:
-            columns.append([0.0] * len(u) + [1.0] * len(older))
-        fit = _least_squares(columns, values, weights)
-        left = [
-            y - math.fsum(c * column[i] for c, column in zip(fit, columns, strict=True))
-            for i, y in enumerate(values)
-        ]
+        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
+        c0, c1, c2 = _least_squares(u, v, weights)
+        left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
         squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))
-        spare = math.fsum(weights) * (len(values) - len(columns)) / len(values)
+        spare = math.fsum(weights) * (len(near) - 3) / len(near)
         scatter = math.sqrt(squares / spare) if spare > 0 else 0.0
         gap = max(b - a for a, b in itertools.pairwise(u))
-        low, high = max(-gap, u[0]), min(gap, u[-1])
-        c0, c1, c2 = fit[:3]
+        low, high = max(-gap, u[0]), min(gap / 2, u[-1])
         # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
         at = max(low, min(high, -c1 / (2 * c2))) if c2 > 0 else 0.0
         lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
@@ -369,13 +348,13 @@ class Parabola:
 
 
 def _least_squares(
-    columns: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]
-) -> list[float]:
-    """The coefficient of each column; Gram-Schmidt, which stays exact enough for a few of them."""
+    u: Sequence[float], v: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float, float]:
+    """Coefficients of 1, u, u^2; Gram-Schmidt on three columns, which stays exact enough."""
     basis: list[list[float]] = []
-    mixes: list[list[float]] = []  # each basis vector in terms of the columns
-    for place, column in enumerate(columns):
-        mix = [float(place == k) for k in range(len(columns))]
+    mixes: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
+    for power, column in enumerate(([1.0] * len(u), list(u), [x * x for x in u])):
+        mix = [float(power == k) for k in range(3)]
         rest = list(column)
         for earlier, terms in zip(basis, mixes, strict=True):
             share = _dot(column, earlier, weights) / _dot(earlier, earlier, weights)
@@ -383,11 +362,11 @@ def _least_squares(
             mix = [x - share * y for x, y in zip(mix, terms, strict=True)]
         basis.append(rest)
         mixes.append(mix)
-    out = [0.0] * len(columns)
+    out = [0.0, 0.0, 0.0]
     for vector, terms in zip(basis, mixes, strict=True):
-        share = _dot(values, vector, weights) / _dot(vector, vector, weights)
+        share = _dot(v, vector, weights) / _dot(vector, vector, weights)
         out = [x + share * y for x, y in zip(out, terms, strict=True)]
-    return out
+    return out[0], out[1], out[2]
 
 
 def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:

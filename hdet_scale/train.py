@@ -306,7 +306,7 @@ def _job(args: argparse.Namespace, shape: GPTConfig) -> Job:
 
     plain_recipe = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
     recipe = _recipe(args, plain_recipe)
-    asked = {**values.get("hdet", {}), **_asked(args)}
+    asked = _with_rule({**values.get("hdet", {}), **_asked(args)})
     if asked.get("rule") in ("race", "auto", *GUIDED):  # a search takes a share of the run
         asked.setdefault("total_steps", recipe.schedule.get("total_steps"))
     hdet = HDETConfig.from_dict(asked)
@@ -334,6 +334,11 @@ def _probe(job: Job, text: Text, shape: GPTConfig) -> None:
         return (job.loss_of(*batch) for batch in held[part::parts])
 
     job.scheduler.probe_with(losses)
+
+
+def _with_rule(hdet: dict[str, Any]) -> dict[str, Any]:
+    """A rule where nobody named one: "auto", unless there is a spread to explore with."""
+    return hdet if {"rule", "spread"} & hdet.keys() else {**hdet, "rule": "auto"}
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
@@ -384,7 +389,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--replicas", type=int, metavar="N", help="over the config's, as the next five")
     add("--shards", type=int, metavar="N", help="ranks of one replica")
     add("--gradients", choices=("shared", "local"), help="cross replicas each step, or never")
-    add("--rule", help="what steers: paper, slope, climb, race, auto, none")
+    add("--rule", help="what steers: auto, race, paper, slope, climb, none")
     add("--spread", type=float, metavar="A", help="0 is plain training")
     add("--interval", type=int, metavar="T", help="steps of a round")
     add("--lr", type=float, help="peak of the schedule, over the config's")

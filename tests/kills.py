@@ -61,7 +61,7 @@ def recipe(home: Path, engine: str, *, steps: int, **hdet: Any) -> Path:
     else:
         values["batch"] = 2
         values["schedule"]["total_steps"] = steps
-    values["hdet"] |= {"interval": 4, "warmup_steps": 1, "spread": 0.2, **hdet}
+    values["hdet"] |= {"rule": "paper", "interval": 4, "warmup_steps": 1, "spread": 0.2, **hdet}
     path = home / f"{engine}.json"
     path.write_text(json.dumps(values))
     return path

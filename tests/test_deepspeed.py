@@ -444,7 +444,7 @@ def test_the_launcher_trains_and_saves(compiled: None, tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "ds_hdet.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 2
     config["scheduler"]["params"]["total_steps"] = 6
-    config["hdet"] |= {"interval": 2, "warmup_steps": 2}
+    config["hdet"] |= {"rule": "paper", "interval": 2, "warmup_steps": 2}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     command = [launcher, "--num_accelerators", "4", "--module", "hdet_scale.train"]

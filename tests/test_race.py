@@ -248,9 +248,9 @@ def test_the_parabola_is_the_weighted_least_squares_one(losses: list[float], gap
         return
     root = numpy.sqrt(1 / (1 + (above / typical) ** 2))  # numpy squares its weights
     c2, c1, c0 = numpy.polyfit([x - xs[best] for x in xs], losses, 2, w=root)
-    assert abs(found.minimum - xs[best]) <= gap * (1 + 1e-9)
+    assert -gap * (1 + 1e-9) <= found.minimum - xs[best] <= gap / 2 * (1 + 1e-9)
     inside = -best * gap < -c1 / (2 * c2 or 1) < (len(losses) - 1 - best) * gap
-    if c2 > 1e-6 and abs(c1 / (2 * c2)) < gap and inside:
+    if c2 > 1e-6 and -gap < -c1 / (2 * c2) < gap / 2 and inside:
         at = -c1 / (2 * c2)
         assert found.minimum == pytest.approx(xs[best] + at, abs=1e-5)
         assert found.lowest == pytest.approx(c0 + c1 * at / 2, abs=1e-6)

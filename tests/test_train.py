@@ -115,6 +115,12 @@ def test_the_command_line_goes_over_the_files(tmp_path: Path) -> None:
     assert (args.spread, args.rule) == (0.0, "none")
 
 
+def test_auto_is_the_rule_unless_one_or_a_spread_is_named() -> None:
+    assert train._with_rule({"shards": 2}) == {"shards": 2, "rule": "auto"}
+    assert train._with_rule({"rule": "paper"}) == {"rule": "paper"}
+    assert train._with_rule({"spread": 0.1}) == {"spread": 0.1}
+
+
 def test_deepspeeds_config_takes_it_too() -> None:
     from hdet_scale.train_deepspeed import with_asked
 

@@ -821,7 +821,7 @@ def from_file(rank: int, size: int, path: str, batch_size: int) -> Any:
 
     config = json.loads(Path(path).read_text())
     config |= {"train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": 1}
-    config["hdet"] |= {"interval": 2}
+    config["scheduler"]["params"]["total_steps"] = 100  # too short for a race
     model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8))
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     tokens = torch.randint(256, (batch_size, 8), generator=torch.Generator().manual_seed(rank))
