@@ -132,8 +132,9 @@ def raced(task: Task, seed: int, steps: int, start: float, *, inside: bool) -> R
     rule = race(task, seed, total, start)
     left = total - rule.budget
     rate = start * rule.scale
-    # A forward is a third of a step, and a micro-batch an eighth of a batch.
-    probed = (2 * rule.heats + 1) * PROBES / REPLICAS / 3
+    # A forward is a third of a step; the weights before the race are the same on all replicas,
+    # which split that probe.
+    probed = (2 * rule.heats + 1 / REPLICAS) * PROBES / 3
     return {
         "loss": fixed(task, seed, left, [rate])[0],
         "rate": rate,

@@ -105,7 +105,8 @@ class Search:
         """Mark the place at least now; before the very first step, judge it too."""
         self.mark()
         if self.probe is not None and self.step == 0 and not self.rule.start.count:
-            self._first = mean_of(self.probe())
+            # All replicas have the same weights here: each takes its part of the batches.
+            self._first = mean_of(self.probe(self.replicas.rank, self.replicas.size))
 
     def count(self, loss: Tensor | float | None) -> bool:
         """One optimizer step of a heat is done; judges and rewinds at its end. True when it was
