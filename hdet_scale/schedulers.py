@@ -136,6 +136,8 @@ class Exploring:
 
     def probe_with(self, losses: Losses, model: nn.Module | None = None) -> None:
         """Judge replicas by these losses; for an engine that made the scheduler from a config."""
+        # Without a model to put back, FSDP2 would go on with the whole parameters of the probe.
+        model = self._round.averaged.model if model is None else model
         probe = Probe(losses, model, self._round.config.probe)
         if self._search is not None:
             self._search.probe = probe
@@ -241,9 +243,13 @@ class Exploring:
 
     def before_step(self, *_: object) -> None:
         """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
+        search = self._search
+        if search is None or not search.active:
+            return
+        if search.between_heats and all(float(g["lr"]) == 0.0 for g in self.optimizer.param_groups):
+            return  # how torch.distributed.checkpoint makes an optimizer's state, before it loads
         self._mark_place()
-        if self._search is not None and self._search.active:
-            self._search.before_step()
+        search.before_step()
 
     def _mark_place(self) -> None:
         search = self._search

@@ -31,8 +31,8 @@ LAYOUTS = {
     "fsdp": ("fsdp", 4, {"replicas": 2}),
     "fsdp local": ("fsdp", 2, {"replicas": 2, "gradients": "local"}),
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
-    "ddp race": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
-    "fsdp race": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
+    "ddp race": ("ddp", 2, {"replicas": "auto", "rule": "race"}),
+    "fsdp race": ("fsdp", 4, {"replicas": 2, "rule": "race"}),
 }
 SECONDS = 600
 
