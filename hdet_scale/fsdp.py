@@ -198,8 +198,13 @@ class Checkpoint:
         attached = self.attached
         if self.agree:
             attached.scheduler.agree_for_checkpoint()
+        fresh = not any(attached.optimizer.state.values())
         model, optimizer = get_state_dict(attached.model, attached.optimizer)
         state = attached.scheduler.state_dict()
+        if fresh:
+            # torch has made a state of zeros to have one to write; a first step is not a second.
+            attached.optimizer.state.clear()
+            state["fresh"] = True
         kept = state["hdet"].pop("converge")
         # One value to the checkpoint: a run with another rule, or with none, can read it.
         whole = {"model": model, "optimizer": optimizer, "scheduler": Kept(state)}
@@ -220,6 +225,8 @@ class Checkpoint:
             optim_state_dict=state["optimizer"],
         )
         scheduler = dict(state["scheduler"].values)
+        if scheduler.pop("fresh", False):
+            attached.optimizer.state.clear()
         kept = state[self._slices("converge")].values if self._slices("converge") in state else {}
         scheduler["hdet"] = {**scheduler["hdet"], "converge": kept}
         attached.scheduler.load_state_dict(scheduler)

@@ -243,13 +243,11 @@ class Exploring:
 
     def before_step(self, *_: object) -> None:
         """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
-        search = self._search
-        if search is None or not search.active:
-            return
-        if search.between_heats and all(float(g["lr"]) == 0.0 for g in self.optimizer.param_groups):
+        if all(float(g["lr"]) == 0.0 for g in self.optimizer.param_groups):
             return  # how torch.distributed.checkpoint makes an optimizer's state, before it loads
         self._mark_place()
-        search.before_step()
+        if self._search is not None and self._search.active:
+            self._search.before_step()
 
     def _mark_place(self) -> None:
         search = self._search

@@ -18,6 +18,7 @@ import torch
 
 from hdet_scale import cli, progress, train
 from hdet_scale.config import HDETConfig
+from hdet_scale.heats import steps_of_race
 from hdet_scale.model import GPT, GPTConfig
 from hdet_scale.runlog import RunLog, read
 from hdet_scale.train_torch import Recipe, TorchJob
@@ -53,6 +54,17 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: st
     assert said[-1]["kind"] == "end"
     whole = {p.name for p in (tmp_path / "whole").iterdir()}
     assert whole == {"log.jsonl", *(f"step-{s:08d}" for s in [*range(8, STEPS, 8), STEPS])}
+
+
+def test_a_race_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    """At the resume the probe must see neither the fresh weights nor leave them behind."""
+    end = ["--stop-at", "56"]
+    kills.finish([*kills.command(tmp_path, "fsdp race", "whole", 600), *end])
+    words = [*kills.command(tmp_path, "fsdp race", "broken", 600), "--resume", *end]
+    assert kills.break_off(words, signal.SIGKILL, heard=12, pause=0) == -signal.SIGKILL
+    assert kills.reached(tmp_path / "broken") < steps_of_race(read(tmp_path / "whole")) == 44
+    kills.finish(words)
+    assert kills.story(tmp_path / "broken") == kills.story(tmp_path / "whole")
 
 
 def test_a_replayed_run_has_the_schedule_and_no_replicas_apart(tmp_path: Path) -> None:

@@ -663,8 +663,8 @@ def same(*lists: list[Tensor]) -> bool:
     )
 
 
-RACE_STEPS = 540
-"""The shortest run that two replicas can race in: heats of 4 and 7 steps."""
+RACE_STEPS = 600
+"""About the shortest run that two replicas can race in: heats of 4 and 7 steps."""
 
 
 def racing(stage: int, dtype: str = "fp32", total: int = RACE_STEPS) -> Run:
