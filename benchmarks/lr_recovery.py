@@ -396,10 +396,11 @@ class Arbiter:
             drawn = [[e for e, _ in found.get((t, steps, method, start), [])] for t in tasks]
             if not any(drawn):
                 continue
-            means = [_mean_or_inf(x) if x else math.nan for x in drawn]
+            means = [_mean_or_inf(x) if x else math.nan for x in drawn]  # nan: not run
             rest = [m for m, t in zip(means, tasks, strict=True) if t not in FAILS]
             label = f"{method}, from {start:g} x" if start else f"{method}, own default"
-            cells = [_cell(x) for x in drawn] + [_cell([_mean_or_inf(rest)])]
+            mean = [] if any(map(math.isnan, rest)) else [_mean_or_inf(rest)]
+            cells = [_cell(x) for x in drawn] + [_cell(mean)]
             lines.append(f"| {label} | {' | '.join(cells)} |")
         return "\n".join(lines)
 

@@ -259,7 +259,7 @@ def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
         scheduler = OneCycleAutoLR(
             optimizer, 0.1, total_steps=3000, rule="auto", model=model, probe=called.append
         )
-    assert "3000 steps are too few for 1 replicas, 3200 would do" in caplog.text
+    assert "3000 steps are too few for 1 replicas, 3429 would do" in caplog.text
     assert not scheduler.searching
     reference = OneCycleLR(plain, 0.1, total_steps=3000)
     for step in range(5):
@@ -269,7 +269,7 @@ def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
         reference.step()
     assert same(parameters(model), parameters(other))
     assert not called
-    assert OneCycleAutoLR(plain, 0.1, total_steps=3200, rule="auto", model=model).searching
+    assert OneCycleAutoLR(plain, 0.1, total_steps=3429, rule="auto", model=model).searching
 
 
 def test_wrong_use_is_refused_at_once() -> None:
