@@ -427,10 +427,12 @@ class Arbiter:
                     )  # fmt: skip
         axes.axvspan(-2, 2, color="0.9", zorder=0)
         axes.set_xscale("symlog", linthresh=2)
+        ticks = (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
+        axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.set_yticks(range(len(methods)))
         axes.set_yticklabels([f"{m} from {s:g} x" if s else m for m, s in methods], fontsize=8)
         axes.set_xlabel("validation loss over the best of the grid, % (150 and more at the edge)")
-        axes.set_title("A dot is a task and a length; diamonds: tasks nothing was tuned on")
+        axes.set_title("A dot is a task and a length; diamonds: tasks written after the rule")
         figure.tight_layout()
         figure.savefig(path, dpi=130)
 
