@@ -19,8 +19,10 @@ row "race inside" has S in all.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import operator
 import statistics
 import tempfile
 import time
@@ -34,8 +36,11 @@ from torch import Tensor
 
 from benchmarks.lr_tasks import JUDGED, TASKS, Params, Stacked, Task
 from benchmarks.rows import RESULTS, where
+from hdet_scale.climb import Climb
 from hdet_scale.controller import Descent, PaperRule, Steering
+from hdet_scale.designs import levels
 from hdet_scale.race import SHARES, Level, Race, shape
+from hdet_scale.slope import Slope, Sums, Width
 from hdet_scale.spread import assignment, multipliers
 
 ROWS = RESULTS / "lr_recovery.jsonl"
@@ -49,6 +54,7 @@ ORDER = (
     *(("race", start) for start in STARTS),
     *(("race inside", start) for start in (0.1, 10.0)),
     *(("fixed", start) for start in (0.01, 0.1, 10.0)),
+    *((name, start) for name in ("slope", "climb") for start in (0.1, 10.0)),
     *((f"paper {sigma}", start) for sigma in (0.1, 0.002) for start in (0.1, 10.0)),
     ("prodigy", 0.0),
     ("d-adaptation", 0.0),
@@ -109,10 +115,10 @@ def run_heat(task: Task, seed: int, rule: Race, start: float, data: int) -> list
     for i, batch in enumerate(batches):
         _, gradients = model.gradients(batch)
         model.step(peak * shape(i, heat.steps), gradients)
-    levels = [Level() for _ in range(rule.size)]
+    seen = [Level() for _ in range(rule.size)]
     for r, loss in enumerate(probe(task, model.params, seed)):
-        levels[heat.levels[r]] += Level.of(loss)
-    return levels
+        seen[heat.levels[r]] += Level.of(loss)
+    return seen
 
 
 def race(task: Task, seed: int, total: int, start: float) -> Race:
@@ -175,6 +181,47 @@ def paper(task: Task, seed: int, steps: int, start: float, sigma: float) -> Row:
         "loss": float(task.validate(mean)[0]),
         "rate": start * steering.scales[0],
         "extra": 0.0,
+    }
+
+
+def guided(task: Task, seed: int, steps: int, start: float, name: str) -> Row:
+    """Rules that are fed by a probe at each converge: shared gradients, spread 0.3, fresh batches
+    for each probe; a converge every 10 steps (slope) or 4 (climb)."""
+    n, small = REPLICAS, max(1, task.batch // REPLICAS)
+    rule: Slope | Climb = Slope(["lr"], Width(0.3)) if name == "slope" else Climb(["lr"], steps)
+    interval = 10 if name == "slope" else 4
+    model = Stacked(task, weights(task, seed, n))
+    begun, probed, index = model.copies(), 0, 0
+    (column,) = levels(n, ["lr"], seed=seed, round=index)
+    for t, batch in enumerate(task.draw(seed, steps)):
+        decision = rule.decision
+        rho = [1 + decision.spread * x for x in column]
+        base = start * scheduled(t, steps) * math.exp(decision.offsets[0])
+        _, gradients = model.gradients(batch[: n * small].view(n, small))
+        shared = [g.mean(0, keepdim=True).expand_as(g) for g in gradients]
+        model.step(base * torch.tensor(rho), shared)
+        if (t + 1) % interval or not decision.spread:
+            continue
+        batches = task.draw(10**6 + 1000 * seed + index, PROBES // 2, small)
+        with torch.no_grad():
+            drawn = [task.losses(model.params, b.expand(n, -1)).double() for b in batches]
+        rows = torch.stack(drawn, 1).tolist()
+        each = [Sums.of([math.log(r)], row) for r, row in zip(rho, rows, strict=True)]
+        decision = rule.update(functools.reduce(operator.add, each), t + 1)
+        probed, index = probed + PROBES // 2, index + 1
+        (column,) = levels(n, ["lr"], seed=seed, round=index)
+        with torch.no_grad():
+            for key, weight in model.params.items():
+                mean = weight.mean(0, keepdim=True).expand_as(weight)
+                weight.copy_(begun[key] if decision.rewind else mean)
+        if decision.rewind:
+            model.reset()
+    mean = {k: v.mean(0, keepdim=True) for k, v in model.params.items()}
+    return {
+        "loss": float(task.validate(mean)[0]),
+        "rate": start * math.exp(rule.decision.offsets[0]),
+        "extra": probed / 3 / steps,
+        "verdict": rule.decision.verdict,
     }
 
 
@@ -333,6 +380,11 @@ class Arbiter:
                     task, steps, seed, "race inside", start,
                     lambda at=at: raced(task, seed, steps, at, inside=True),  # type: ignore[misc]
                 )  # fmt: skip
+                for name in ("slope", "climb"):
+                    self.run(
+                        task, steps, seed, name, start,
+                        lambda at=at, name=name: guided(task, seed, steps, at, name),  # type: ignore[misc]
+                    )  # fmt: skip
                 for sigma in (0.1, 0.002):
                     self.run(
                         task, steps, seed, f"paper {sigma}", start,
