@@ -31,6 +31,12 @@ class Counted:
         config: HDETConfig,
         model: nn.Module | None = None,
     ) -> None:
+        if config.searches:
+            raise ValueError(
+                f"rule={config.rule!r} trains replicas on their own gradients for a while, which a "
+                "loop that is not yours does not allow: use rule='paper' or 'slope', or a loop of "
+                "your own with OneCycleAutoLR(model=...)"
+            )
         self.inner = bare_scheduler(scheduler)
         if bare_optimizer(self.inner.optimizer) is not bare_optimizer(optimizer):
             raise ValueError(

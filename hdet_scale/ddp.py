@@ -41,15 +41,15 @@ def share_gradients(
     a loss scaler then see what they would see, and an infinity makes all sharers skip alike. With
     accumulation, the mean of what is accumulated: mean(mean(g_1) + g_2) = mean(g_1 + g_2).
     """
-    mean, queued = GradientMean(bucket_bytes), [False]
+    mean, last = GradientMean(bucket_bytes), [-1]
 
     def finish() -> None:
-        queued[0] = False
         mean([gradient_of(p) for p in params], sharers())
 
     def queue(_: Tensor) -> None:
-        if not queued[0]:
-            queued[0] = True
+        backward = torch._C._current_graph_task_id()
+        if backward != last[0]:
+            last[0] = backward
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     hooks = [p.register_post_accumulate_grad_hook(queue) for p in params]

@@ -14,6 +14,7 @@ gradients too, through a hook behind each reduce-scatter, so that one model can 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet_scale.averaged import trained
 from hdet_scale.buckets import plan
 from hdet_scale.config import HDETConfig
 from hdet_scale.converge import distinct
-from hdet_scale.schedulers import AutoLR, Exploring
+from hdet_scale.schedulers import AutoLR, Exploring, races
 from hdet_scale.topology import Replicas, advise_mesh, shard_size_of
 
 logger = logging.getLogger("hdet_scale")
@@ -71,7 +73,7 @@ def attach(
     modules = _sharded_modules(model)
     replicas = _replicas(model, mesh, replica, shard)
     mode = gradients or _mode(scheduler, config)
-    _check_layout(model, replicas, mode, _searches(scheduler, config))
+    _check_layout(model, replicas, mode, _searches(scheduler, config, replicas))
     exploring = _exploring(scheduler, config, replicas)
     exploring.rehome(replicas, model, mode)
     hook = _gradient_hook(model, exploring, mode)
@@ -199,7 +201,8 @@ class Checkpoint:
         if self.agree:
             attached.scheduler.agree_for_checkpoint()
         fresh = not any(attached.optimizer.state.values())
-        model, optimizer = get_state_dict(attached.model, attached.optimizer)
+        with _without_gradients(attached.optimizer if fresh else None):
+            model, optimizer = get_state_dict(attached.model, attached.optimizer)
         state = attached.scheduler.state_dict()
         if fresh:
             # torch has made a state of zeros to have one to write; a first step is not a second.
@@ -236,6 +239,20 @@ class Checkpoint:
     def _slices(self, what: str) -> str:
         at = self.attached.replicas
         return f"{what} of shard {at.shard_rank} of {at.shard_size}"
+
+
+@contextlib.contextmanager
+def _without_gradients(optimizer: Optimizer | None) -> Iterator[None]:
+    """torch makes an optimizer's state only where no gradient would be lost by it."""
+    params = [] if optimizer is None else trained(optimizer)
+    kept = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(params, kept, strict=True):
+            p.grad = gradient
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -319,10 +336,10 @@ def _is_native(model: nn.Module) -> bool:
     return any(p.device_mesh.ndim == 2 for p in _dtensors(model))
 
 
-def _searches(scheduler: LRScheduler, config: HDETConfig | None) -> bool:
+def _searches(scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas) -> bool:
     if isinstance(scheduler, Exploring):
         return scheduler.searching
-    return config is not None and config.searches
+    return config is not None and races(config, replicas, config.total_steps or 0)
 
 
 def _dtensors(model: nn.Module) -> Iterator[Any]:

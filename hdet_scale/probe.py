@@ -56,6 +56,8 @@ class Probe:
         with torch.no_grad(), _same_randomness(), _evaluating(self.model):
             source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
             drawn = [_number(x) for x in islice(source, self.limit // parts)]
+            if not drawn and parts > 1:  # fewer batches than parts
+                drawn = [_number(x) for x in islice(self.losses(), self.limit)]
         self.seconds += time.perf_counter() - start
         if not drawn:
             raise ValueError(
@@ -90,7 +92,8 @@ def common_batches(
                 source = torch.distributed.get_process_group_ranks(group)[0]
                 torch.distributed.broadcast_object_list(drawn, src=source, group=group)
             kept.extend(drawn)
-        return (loss(batch) for batch in kept[part::parts])
+        parts = min(parts, len(kept))
+        return (loss(batch) for batch in kept[part % parts :: parts])
 
     return losses
 

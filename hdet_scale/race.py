@@ -7,10 +7,10 @@ after the decay. From the same weights, team j runs h steps of
     eta_j(i) = eta_peak exp(x_j) / c * s(i, h)            s: warm-up, cosine to zero
 
 and is judged by its loss on common probe batches. A team is one replica with its own gradients, or,
-of N >= 16 replicas, N // 8 that share theirs, so that its batch is never less than about an eighth
-of the run's. Two stages: K = 8 levels x of a factor four around the learning rate given, then eight
-over four octaves around the best of those. The minimum of a parabola through those is what was
-found. The replicas then go back to where the race began, and the run starts with
+of N >= 16 replicas, N // 8 that share theirs: eight to fifteen teams, so that the batch of a team
+does not shrink with N. Two stages: K = 8 levels x of a factor four around the learning rate given,
+then eight over four octaves around the best of those. The minimum of a parabola through these is
+what was found. The replicas then go back to where the race began, and the run starts with
 eta_peak exp(x*).
 
 c translates: of M teams each has 1/M of the batch and a small part h/S of the steps, and the best
@@ -28,8 +28,8 @@ Do no harm. The learning rate given is a level of the race. What was found repla
    learning rate given breaks a heat. Where nothing was learnt yet, the noise of an eighth of a
    batch always speaks for less, and is no reason to go down.
 
-Pure: no torch, no process group. A heat costs the run 3 (K + 1) numbers whatever N is: counts, sums
-and sums of squares of the losses at each level, and of the loss before.
+Pure: no torch, no process group. A heat costs the run 2 (K + 1) numbers whatever N is: counts and
+sums of the losses at each level, and of the loss before.
 """
 
 from __future__ import annotations
@@ -67,17 +67,14 @@ class Level:
 
     count: float = 0.0
     total: float = 0.0
-    squares: float = 0.0
 
     @classmethod
     def of(cls, loss: float) -> Level:
         """One replica's loss; one that is not finite has nothing to add."""
-        return cls(1.0, loss, loss * loss) if math.isfinite(loss) else cls()
+        return cls(1.0, loss) if math.isfinite(loss) else cls()
 
     def __add__(self, other: Level) -> Level:
-        return Level(
-            self.count + other.count, self.total + other.total, self.squares + other.squares
-        )
+        return Level(self.count + other.count, self.total + other.total)
 
     @property
     def mean(self) -> float:
@@ -110,9 +107,14 @@ def shape(i: int, steps: int) -> float:
 
 
 class Race:
-    """The rule: heats out, levels in, and at the end a scale for the schedule."""
+    """The rule: heats out, levels in, and at the end a scale for the schedule.
 
-    def __init__(self, *, replicas: int, total_steps: int, adaptive: bool) -> None:
+    idle: there is no race to run; it can hold the state of one that was run elsewhere.
+    """
+
+    def __init__(
+        self, *, replicas: int, total_steps: int, adaptive: bool, idle: bool = False
+    ) -> None:
         if replicas < 1:
             raise ValueError(f"a race needs at least one replica, got {replicas}")
         self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
@@ -120,8 +122,8 @@ class Race:
         self.team = max(1, replicas // SIZE)
         self.teams = replicas // self.team
         self.heats = -(-self.size // self.teams)
-        shortest = min(self._steps(stage) for stage in (0, 1))
-        if shortest < 4:
+        shortest = min(self.steps(stage) for stage in (0, 1))
+        if shortest < 4 and not idle:
             raise ValueError(
                 f"total_steps={total_steps} leaves heats of {shortest} steps for {replicas} "
                 f"replicas: a race needs {self.least_steps(replicas, 4)} steps in all; "
@@ -136,6 +138,8 @@ class Race:
         """Offsets and losses of the first stage."""
         self.found = 0.0
         self.verdict = ""
+        if idle:
+            self.skip()
 
     @staticmethod
     def least_steps(replicas: int, heat: int) -> int:
@@ -143,13 +147,14 @@ class Race:
         teams = replicas // max(1, replicas // SIZE)
         return math.ceil(heat * -(-SIZE // teams) / min(SHARES))
 
-    def _steps(self, stage: int) -> int:
+    def steps(self, stage: int) -> int:
+        """Of a heat."""
         return int(SHARES[stage] * self.total_steps) // self.heats
 
     @property
     def budget(self) -> int:
         """Steps of the whole race."""
-        return sum(self._steps(stage) * self.heats for stage in (0, 1))
+        return sum(self.steps(stage) * self.heats for stage in (0, 1))
 
     @property
     def over(self) -> bool:
@@ -165,7 +170,7 @@ class Race:
     def translation(self, stage: int) -> float:
         """c: a learning rate of the run over that of a replica which stands for it."""
         alpha, beta = EXPONENTS["adaptive" if self.adaptive else "gradient"]
-        horizon = self._steps(stage) / self.total_steps
+        horizon = self.steps(stage) / self.total_steps
         return math.exp(alpha * math.log(self.teams) + beta * math.log(horizon))
 
     def heat(self) -> Heat:
@@ -179,7 +184,7 @@ class Race:
         return Heat(
             self.stage,
             self.index,
-            self._steps(self.stage),
+            self.steps(self.stage),
             levels,
             tuple(math.exp(self.offsets[k]) / c for k in levels),
             self.teams * self.team,
@@ -274,8 +279,8 @@ class Race:
             "stage": self.stage,
             "index": self.index,
             "offsets": list(self.offsets),
-            "seen": [[x.count, x.total, x.squares] for x in self.seen],
-            "start": [self.start.count, self.start.total, self.start.squares],
+            "seen": [[x.count, x.total] for x in self.seen],
+            "start": [self.start.count, self.start.total],
             "coarse": [list(level) for level in self.coarse],
             "found": self.found,
             "verdict": self.verdict,

@@ -141,8 +141,6 @@ class Exploring:
         probe = Probe(losses, model, self._round.config.probe)
         if self._search is not None:
             self._search.probe = probe
-        elif self._round.config.searches:
-            return  # a run too short for a race: there is nothing to judge
         elif self._round.config.rule in GUIDED:
             self._round.probe = probe
         else:
@@ -184,13 +182,22 @@ class Exploring:
         """In the middle of a race: replicas go back to where its heat began, and agree there."""
         if self._search is not None:
             self._search.restart()
+            self._settle()
+
+    def _settle(self, model: nn.Module | None = None) -> None:
+        """Hooks where there is a search, and none where there is not."""
+        if not (self.searching or self._round.goes_back):
+            self._unwatch()
+        elif not self._watching:
+            self._watch(self._round.averaged.model if model is None else model)
 
     def _switch_gradients(self, mode: str) -> None:
         """The race's: DDP's own all-reduce off or on; other engines read `gradients`."""
         while self._local:
             self._local.pop()()
-        if mode == "local":
-            self._local = [ddp.keep_gradients_local(module) for module in self._wrapped]
+        if mode != "local":
+            return
+        self._local = [ddp.keep_gradients_local(module) for module in self._wrapped]
         search = self._search
         if search is not None and search.in_teams and not self.engine_obeys:
             params = trained(self.optimizer)
@@ -223,9 +230,8 @@ class Exploring:
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove, lambda: self._switch_gradients("")]
-        if self._search is not None or cycle.goes_back:
-            self._watch(model)
-            self._undo.append(self._unwatch)
+        self._undo.append(self._unwatch)
+        self._settle(model)
 
     def _watch(self, model: nn.Module | None) -> None:
         """Mark where a heat or a climb begins: before the first forward, which moves BatchNorm's
@@ -243,11 +249,14 @@ class Exploring:
 
     def before_step(self, *_: object) -> None:
         """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
-        if all(float(g["lr"]) == 0.0 for g in self.optimizer.param_groups):
+        search = self._search
+        if (search is None or not search.marked) and all(
+            float(g["lr"]) == 0.0 for g in self.optimizer.param_groups
+        ):
             return  # how torch.distributed.checkpoint makes an optimizer's state, before it loads
         self._mark_place()
-        if self._search is not None and self._search.active:
-            self._search.before_step()
+        if search is not None and search.active:
+            search.before_step()
 
     def _mark_place(self) -> None:
         search = self._search
@@ -317,6 +326,17 @@ class Exploring:
         self._round.load_mark(state)
 
     @property
+    def stride(self) -> int:
+        """Steps since replicas last agreed, where they agree now: 1 where they always do, T at the
+        end of a round, the length of a heat at its end; 0 where they are apart."""
+        search = self._search
+        if search is not None and search.active:
+            return search.last_heat if search.between_heats and search.done else 0
+        if not self._round.diverges:
+            return 1
+        return self.interval if self._round.steps == 0 else 0
+
+    @property
     def steps_done(self) -> int:
         """Steps of this run so far, in whole rounds and the one under way."""
         searched = 0 if self._search is None else self._search.done
@@ -350,9 +370,8 @@ class Exploring:
                 probe.model = model
         if self._search is not None:
             self._search.rehome()
-        if self._watching:
-            self._unwatch()
-            self._watch(model)
+        self._unwatch()
+        self._settle(model)
         self._write()
 
     def detach(self) -> None:
@@ -471,7 +490,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 self.last_epoch,
             ),
             model,
-            self._race if _races(config, where, self.total_steps) else None,
+            self._race if config.searches else None,
             probe,
         )
 
@@ -532,6 +551,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
             self._search.load_state_dict(search)
         if hdet is None:
             self._schedule = [float(x) for x in self._last_lr]
+        self._settle()
         self._write()
 
 
@@ -581,7 +601,7 @@ class AutoLR(Exploring, LRScheduler):
                 self._steps,
             ),
             model,
-            self._race if _races(config, where, config.total_steps or 0) else None,
+            self._race if config.searches else None,
             probe,
         )
 
@@ -650,6 +670,7 @@ class AutoLR(Exploring, LRScheduler):
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps = int(state["steps"])
         self._schedule = [float(x) for x in state["schedule"]]
+        self._settle()
         self._write()
 
     def _remember(self, factors: Sequence[Factor]) -> None:
@@ -774,7 +795,7 @@ def _make_round(
     )
 
 
-def _races(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
+def races(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
     """Whether a race comes before the run; "auto" leaves it out where it could not tell enough."""
     if config.rule != "auto":
         return config.searches
@@ -794,7 +815,12 @@ def _make_search(
     cycle: Round, peaks: Sequence[float], total_steps: int, switch: Callable[[str], None]
 ) -> Search:
     adaptive = "betas" in cycle.averaged.optimizer.defaults
-    race = Race(replicas=cycle.replicas.size, total_steps=total_steps, adaptive=adaptive)
+    race = Race(
+        replicas=cycle.replicas.size,
+        total_steps=total_steps,
+        adaptive=adaptive,
+        idle=not races(cycle.config, cycle.replicas, total_steps),
+    )
     return Search(race, cycle, peaks=peaks, switch=switch)
 
 

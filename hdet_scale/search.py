@@ -1,12 +1,12 @@
 """The search: a race before the run, inside its steps.
 
     heat     every team trains alone for h steps with its own peak learning rate, from the mark
-    judge    loss of its weights on the probe's batches; one all-reduce of 3 (K + 1) sums
+    judge    loss of its weights on the probe's batches; one all-reduce of 2 (K + 1) sums
     rewind   back to the mark; the next heat, or the run with what was found
 
 While it lasts, gradients stay within a team and the user's schedule stands still. Then the schedule
 is played from its start in the steps that are left, times what was found, and nothing of the search
-remains: no collective, no probe, no copy, no group.
+remains: no collective, no probe, no copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Search:
         """Steps of the run since."""
         self.meter = LossMeter()
         self._mark: Mark | None = None
-        self._first: Tensor | float = math.nan
+        self._first = math.nan
         self._team: Replicas | None = None
         self._orphan = False
 
@@ -73,10 +73,23 @@ class Search:
 
     @property
     def team(self) -> Replicas:
-        """The replicas that run a level together with this one; collective among them at first."""
+        """The replicas that run a level together with this one; collective among them at first.
+        Their group stays, idle: torch would give another race's the same name after its end."""
         if self._team is None:
+            self.cycle.connect()
             self._team = self.replicas.team(self.rule.team)
         return self._team
+
+    @property
+    def marked(self) -> bool:
+        """True when the place to go back to is known."""
+        return self._mark is not None
+
+    @property
+    def last_heat(self) -> int:
+        """Steps of the heat that has just ended."""
+        stage = self.rule.stage if self.rule.index else self.rule.stage - 1
+        return self.rule.steps(max(stage, 0))
 
     @property
     def between_heats(self) -> bool:
@@ -104,7 +117,8 @@ class Search:
     def before_step(self) -> None:
         """Mark the place at least now; before the very first step, judge it too."""
         self.mark()
-        if self.probe is not None and self.step == 0 and not self.rule.start.count:
+        known = self.rule.start.count or not math.isnan(self._first)
+        if self.probe is not None and self.step == 0 and not known:
             # All replicas have the same weights here: each takes its part of the batches.
             self._first = mean_of(self.probe(self.replicas.rank, self.replicas.size))
 
@@ -118,7 +132,7 @@ class Search:
         if loss is not None:
             self.meter.add(loss)
             if self.step == 0 and self.probe is None:
-                self._first = loss.detach() if isinstance(loss, Tensor) else loss
+                self._first = float(loss)
         self.step += 1
         self.done += 1
         if self.step >= heat.steps:
@@ -130,7 +144,12 @@ class Search:
         size, total = self.replicas.size, self.rule.total_steps
         if not self.active or self.rule.replicas == size:
             return
-        self._disband()
+        if self.step:
+            raise RuntimeError(
+                f"{self.step} steps into a heat of the race the replicas are apart: attach before "
+                "the run, or between two heats"
+            )
+        self._team = None
         if self.cycle.config.rule == "auto" and total < Race.least_steps(size, ENOUGH):
             self.rule.skip()
             self._end()
@@ -139,15 +158,27 @@ class Search:
 
     def restart(self) -> None:
         """The heat from its beginning, on every rank: replicas agree where they began."""
-        if self.active and self.step:
+        if not (self.active and self.step):
+            return
+        self._rewind()
+        if self.done < 2 * self.rule.budget:
             logger.info("a heat of the race starts again: its replicas must agree now")
-            self._rewind()
+            return
+        logger.warning(
+            "the race is given up after %d steps: checkpoints came more often than heats of %d "
+            "steps end; save less often, or each replica's own state",
+            self.done,
+            self.rule.heat().steps,
+        )
+        self.rule.skip()
+        self._end()
 
     def _rewind(self) -> None:
         if self._mark is not None:  # a replica that skipped all its steps is still there
             self._mark.restore()
         self.step = 0
         self.meter.reset()
+        self._first = math.nan
 
     def _judge(self) -> None:
         heat, start = self.rule.heat(), time.perf_counter()
@@ -163,14 +194,8 @@ class Search:
         if self.rule.over:
             self._end()
 
-    def _disband(self) -> None:
-        if self._team is not None and self._team.group is not None:
-            torch.distributed.destroy_process_group(self._team.group)
-        self._team = None
-
     def _end(self) -> None:
-        self._mark = None
-        self._disband()
+        self._mark, self._team = None, None
         self.cycle.find(self.rule.scale)
         self.switch(self.cycle.config.gradients)
 
@@ -183,19 +208,17 @@ class Search:
         return [self.meter.total() / self.meter.count]
 
     def _share(self, heat: Heat, loss: float) -> tuple[list[Level], Level]:
-        """Sums over all replicas at each level, and of the loss before the heat: 3 (K + 1) numbers
+        """Sums over all replicas at each level, and of the loss before the heat: 2 (K + 1) numbers
         whatever the number of replicas."""
         device = self.cycle.averaged.parameters()[0].device
-        loss, first = self.replicas.shard_means([loss, float(self._first)], device)
+        loss, first = self.replicas.shard_means([loss, self._first], device)
         self._first = math.nan
         mine = [Level() for _ in range(self.rule.size)]
         if self.replicas.rank < heat.judged:
             mine[heat.levels[self.replicas.rank]] = Level.of(loss)
-        flat = [
-            x for item in (*mine, Level.of(first)) for x in (item.count, item.total, item.squares)
-        ]
+        flat = [x for item in (*mine, Level.of(first)) for x in (item.count, item.total)]
         summed = self.replicas.sum(flat, device)
-        *levels, start = [Level(*summed[i : i + 3]) for i in range(0, len(summed), 3)]
+        *levels, start = [Level(*summed[i : i + 2]) for i in range(0, len(summed), 2)]
         return levels, start
 
     def _publish(
@@ -240,8 +263,7 @@ class Search:
     def replica_state_dict(self) -> dict[str, Any]:
         """This replica's own: the mark and the losses of the heat."""
         mark = self._mark.state_dict() if self._mark is not None and self.step else None
-        first = float(self._first)
-        return {"mark": mark, "losses": self.meter.state_dict(), "first": first}
+        return {"mark": mark, "losses": self.meter.state_dict(), "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where another search stopped; the state of a run without one has none to make."""
@@ -253,6 +275,7 @@ class Search:
             self.step, self.done = int(state["step"]), int(state["done"])
             self.played = int(state["played"])
         self._mark, self._orphan = None, self.active and self.step > 0
+        self._first = math.nan
         self.meter.reset()
         self.switch("local" if self.active else self.cycle.config.gradients)
 

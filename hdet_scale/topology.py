@@ -181,14 +181,6 @@ class Replicas:
         dist.all_gather(rows, mine, group=self.connected())
         return [row.tolist() for row in rows]
 
-    def shard_mean(self, number: float, device: torch.device) -> float:
-        """The mean of a number over the ranks of this replica; one NaN makes it NaN."""
-        if self.shard_group is None:
-            return number
-        mine = torch.tensor(number, dtype=_wide(device), device=device)
-        dist.all_reduce(mine, group=self.shard_group)
-        return float(mine) / self.shard_size
-
     def shard_means(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The mean of each number over the ranks of this replica; one NaN makes it NaN."""
         if self.shard_group is None:
@@ -214,7 +206,8 @@ class Replicas:
         first = self.rank // size * size
         whole = size > 1 and first + size <= self.size
         group = None
-        if whole:
+        if size > 1:
+            # Also for those who are too few: torch names groups by how many a rank has made.
             ranks = dist.get_process_group_ranks(self.connected())[first : first + size]
             group = dist.new_group(ranks, use_local_synchronization=True)
         return replace(

@@ -178,12 +178,10 @@ class _Loop:
         )
 
     def _save_due(self) -> bool:
-        """At the first end of a round at or after each multiple of `--every`: a function of the
-        step alone, so that a resumed run saves where the unbroken one does."""
-        step, interval = self.job.step, self.job.scheduler.interval
-        return bool(
-            step % interval == 0 and step // self.args.every > (step - interval) // self.args.every
-        )
+        """At the first end of a round or of a heat at or after each multiple of `--every`: a
+        function of the step alone, so that a resumed run saves where the unbroken one does."""
+        step, stride = self.job.step, self.job.scheduler.stride
+        return stride > 0 and step // self.args.every > (step - stride) // self.args.every
 
     def _agree(self, loss: Tensor) -> tuple[float, bool]:
         """The mean loss over all ranks, and whether one of them was asked to stop."""
@@ -301,7 +299,9 @@ def _job(args: argparse.Namespace, shape: GPTConfig) -> Job:
     if args.engine == "deepspeed":
         from hdet_scale.train_deepspeed import DeepSpeedJob, with_asked
 
-        return DeepSpeedJob(with_asked(values, _asked(args), args), GPT(shape, seed=args.seed))
+        made = with_asked(values, _asked(args), args)
+        made["hdet"] = _with_rule(made["hdet"])
+        return DeepSpeedJob(made, GPT(shape, seed=args.seed))
     from hdet_scale.train_torch import Recipe, TorchJob
 
     plain_recipe = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))

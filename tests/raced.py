@@ -12,7 +12,7 @@ from hdet_scale import OneCycleAutoLR
 from hdet_scale.runlog import RunLog
 from tests.toy import learn, toy
 
-STEPS, EVERY = 1100, 10
+STEPS, EVERY = 1200, 10
 GIVEN = (1e-3, 2e-3)
 
 
@@ -23,7 +23,7 @@ def raced(folder: Path, *, stop: int = STEPS) -> Any:
     parts = list(model.parameters())
     optimizer = AdamW([{"params": parts[:2]}, {"params": parts[2:]}])
     scheduler = OneCycleAutoLR(
-        optimizer, list(GIVEN), STEPS, rule="auto", model=model, cycle_momentum=False
+        optimizer, list(GIVEN), STEPS, rule="race", model=model, cycle_momentum=False
     )
     bases: list[list[float]] = []
     with RunLog(folder) as log:
