@@ -180,7 +180,7 @@ class _Loop:
     def _save_due(self) -> bool:
         """At the first end of a round or of a heat at or after each multiple of `--every`: a
         function of the step alone, so that a resumed run saves where the unbroken one does."""
-        step, stride = self.job.step, self.job.scheduler.stride
+        step, stride = self.job.step, int(self.job.scheduler.stride)
         return stride > 0 and step // self.args.every > (step - stride) // self.args.every
 
     def _agree(self, loss: Tensor) -> tuple[float, bool]:

@@ -21,9 +21,10 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleets() -> Iterator[Callable[[int], Fleet]]:
-    """The fleet of a size; started by the first case it is given, kept to the end."""
+    """The fleet of a size; started by the first case it is given, kept to the end of the file:
+    gloo polls for every group that was ever made, idle or not."""
     made: dict[int, Fleet] = {}
 
     def of(size: int) -> Fleet:
