@@ -31,6 +31,10 @@ GRACE_SECONDS = 3.0
 START_SECONDS = 240.0
 """A busy machine takes its time to import torch in several processes; no case pays for it."""
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "hdet_scale"])
+"""Workers are forked from a process that has imported torch once, and done nothing with it."""
+
 
 class CaseFailed(AssertionError):  # noqa: N818 - what a test reports, not an error of the fleet
     """A case raised in a worker; the text is the worker's traceback."""
@@ -76,11 +80,11 @@ class Fleet:
 
     def _start(self) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="fleet")
-        spawn = multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            ours, theirs = spawn.Pipe()
-            args = (rank, self.size, str(Path(self._home.name, "store")), theirs)
-            process = spawn.Process(target=_work, args=args, daemon=True)
+            ours, theirs = FORKS.Pipe()
+            store = str(Path(self._home.name, "store"))
+            args = (rank, self.size, store, theirs, dict(os.environ))
+            process = FORKS.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -125,7 +129,10 @@ class Fleet:
         return False, CaseHung(f"rank {rank} of {self.size} gave no answer in {seconds} s")
 
 
-def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _work(
+    rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     dist.init_process_group(

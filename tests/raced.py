@@ -13,7 +13,7 @@ from hdet_scale.runlog import RunLog
 from tests.toy import learn, toy
 
 STEPS, EVERY = 1200, 10
-GIVEN = (1e-3, 2e-3)
+GIVEN = (1e-5, 2e-5)
 
 
 def raced(folder: Path, *, stop: int = STEPS) -> Any:

@@ -41,7 +41,7 @@ def broken_and_resumed(home: Path, layout: str) -> Path:
     return home / "broken"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp local"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: str) -> None:
     said = kills.finish(kills.command(tmp_path, layout, "whole", STEPS))
     broken = broken_and_resumed(tmp_path, layout)
