@@ -129,9 +129,7 @@ class Fleet:
         return False, CaseHung(f"rank {rank} of {self.size} gave no answer in {seconds} s")
 
 
-def _work(
-    rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]
-) -> None:
+def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
