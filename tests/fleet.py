@@ -32,7 +32,7 @@ START_SECONDS = 240.0
 """A busy machine takes its time to import torch in several processes; no case pays for it."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "hdet_scale"])
+FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 """Workers are forked from a process that has imported torch once, and done nothing with it."""
 
 
