@@ -222,6 +222,11 @@ class Round:
         steering = self.steering
         return isinstance(steering, Guided) and steering.rule.rewinds and steering.spread > 0
 
+    @property
+    def marked(self) -> bool:
+        """True when the place to go back to is known."""
+        return self._mark is not None
+
     def mark_start(self) -> None:
         """Before the first step of a search that may go back: this is where to."""
         if self.goes_back and self._mark is None:

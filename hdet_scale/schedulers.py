@@ -250,9 +250,9 @@ class Exploring:
     def before_step(self, *_: object) -> None:
         """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
         search = self._search
-        if (search is None or not search.marked) and all(
-            float(g["lr"]) == 0.0 for g in self.optimizer.param_groups
-        ):
+        marked = self._round.marked if search is None else search.marked
+        # Read on the host before the mark alone: a tensor learning rate would wait for the device.
+        if not marked and all(float(g["lr"]) == 0.0 for g in self.optimizer.param_groups):
             return  # how torch.distributed.checkpoint makes an optimizer's state, before it loads
         self._mark_place()
         if search is not None and search.active:
