@@ -1,9 +1,10 @@
 """A mark: where the replicas were, so that they can go back there.
 
-A race goes back after each heat, a climb on its way down.
+A race goes back after each heat, a climb on its way down, a watch when what was found overfits.
 
 Memory: one copy of what a converge averages on this rank (its shards of the parameters, the float
-buffers), and of the optimizer's state, which at the start of a run is empty.
+buffers), and of the optimizer's state, which at the start of a run is empty. `to_host` moves it off
+the device.
 """
 
 from __future__ import annotations
@@ -57,6 +58,14 @@ class Mark:
         self.averaged.load_scale_state(self.scale)
         self.averaged.refresh()
 
+    def to_host(self) -> None:
+        """For a mark that is kept while the run goes on, and hardly ever used."""
+        self.tensors = [t.cpu() for t in self.tensors]
+        self.state = [
+            None if kept is None else {k: _on_host(v) for k, v in kept.items()}
+            for kept in self.state
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this rank in the middle of a race or a climb."""
         return {
@@ -76,6 +85,10 @@ class Mark:
 
 def _copy(tensor: Tensor) -> Tensor:
     return local(tensor).detach().clone()
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,21 +50,25 @@ class Probe:
         """Of all calls so far on this rank: what the probe has cost."""
 
     def __call__(self, part: int = 0, parts: int = 1) -> list[float]:
-        """The losses, at most `limit` of them over all parts."""
-        parts = min(parts, self.limit) if self._splits else 1
-        start = time.perf_counter()
-        with torch.no_grad(), _same_randomness(), _evaluating(self.model):
-            source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
-            drawn = [_number(x) for x in islice(source, self.limit // parts)]
-            if not drawn and parts > 1:  # fewer batches than parts
-                drawn = [_number(x) for x in islice(self.losses(), self.limit)]
-        self.seconds += time.perf_counter() - start
+        """The losses, at most `limit` of them over all parts; all where a part has none."""
+        drawn = self.parts(part, parts) or (self.parts() if parts > 1 else {})
         if not drawn:
             raise ValueError(
                 "the probe yielded no loss: it is called again at each judgement, so give a "
                 "function that starts afresh, not a generator that is used up"
             )
-        return drawn
+        return list(drawn.values())
+
+    def parts(self, part: int = 0, parts: int = 1) -> dict[int, float]:
+        """The losses of a part by the number of their batch; none where there are more parts than
+        batches."""
+        parts = min(parts, self.limit) if self._splits else 1
+        start = time.perf_counter()
+        with torch.no_grad(), _same_randomness(), _evaluating(self.model):
+            source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
+            drawn = [_number(x) for x in islice(source, self.limit // parts)]
+        self.seconds += time.perf_counter() - start
+        return {part % parts + k * parts: loss for k, loss in enumerate(drawn)}
 
 
 def common_batches(
@@ -92,8 +96,7 @@ def common_batches(
                 source = torch.distributed.get_process_group_ranks(group)[0]
                 torch.distributed.broadcast_object_list(drawn, src=source, group=group)
             kept.extend(drawn)
-        parts = min(parts, len(kept))
-        return (loss(batch) for batch in kept[part % parts :: parts])
+        return (loss(batch) for batch in kept[part::parts])
 
     return losses
 

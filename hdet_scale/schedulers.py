@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,18 +29,19 @@ from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, PaperRule, Steering, literal_decay
 from hdet_scale.designs import check_design
 from hdet_scale.factors import Factor, check_factors, learning_rates
+from hdet_scale.outline import Outline, outline_of, place_of, put_back
 from hdet_scale.probe import Losses, Probe
 from hdet_scale.race import ENOUGH, Race
 from hdet_scale.replay import ReplayLR as ReplayLR
 from hdet_scale.round import Round, RoundRecord, check_loss
 from hdet_scale.rules import Guided
-from hdet_scale.search import Search, peaks_of
+from hdet_scale.search import Search
 from hdet_scale.slope import Slope, Width
 from hdet_scale.topology import Replicas, is_distributed
 
 PRIVATE = {
     "optimizer", "engine_obeys",
-    "_round", "_undo", "_search", "_wrapped", "_local", "_watching",
+    "_round", "_undo", "_search", "_wrapped", "_local", "_hooks",
 }  # fmt: skip
 """Attributes that are no part of a scheduler's state."""
 logger = logging.getLogger("hdet_scale")
@@ -59,7 +61,7 @@ class Exploring:
     """An engine asks `sharers` at each step."""
     _local: list[Callable[[], None]]
     _wrapped: list[DistributedDataParallel]
-    _watching: list[Callable[[], None]]
+    _hooks: list[Callable[[], None]]
     _schedule: list[float]
     """What the schedule says for the next step, one value a factor."""
 
@@ -82,6 +84,11 @@ class Exploring:
     def searching(self) -> bool:
         """True while the race before the run is under way."""
         return self._search is not None and self._search.active
+
+    @property
+    def watching(self) -> bool:
+        """True while what a race found is guarded, in the first half of the run."""
+        return self._search is not None and self._search.guard is not None
 
     @property
     def verdict(self) -> str:
@@ -161,17 +168,18 @@ class Exploring:
         if search is None or not search.active:
             return False
         if search.count(loss):
-            self._unwatch()
+            self._unhook()
         return True
 
     def _turns(self) -> int:
         """Steps of the schedule for the next step of the run: u(t) = t S / (S - R), rounded down,
-        with R steps of the search, so that the whole schedule fits into what is left of S."""
+        with R steps of the search, and of a run that was taken back, so that the whole schedule
+        fits into what is left of S."""
         search = self._search
         if search is None or not search.done:
             return 1
         total = search.rule.total_steps
-        left = max(1, total - search.done)
+        left = max(1, total - search.done - search.taken_back)
         t = search.played
         search.played += 1
         if t >= left:
@@ -187,9 +195,9 @@ class Exploring:
     def _settle(self, model: nn.Module | None = None) -> None:
         """Hooks where there is a search, and none where there is not."""
         if not (self.searching or self._round.goes_back):
-            self._unwatch()
-        elif not self._watching:
-            self._watch(self._round.averaged.model if model is None else model)
+            self._unhook()
+        elif not self._hooks:
+            self._hook(self._round.averaged.model if model is None else model)
 
     def _switch_gradients(self, mode: str) -> None:
         """The race's: DDP's own all-reduce off or on; other engines read `gradients`."""
@@ -204,11 +212,24 @@ class Exploring:
             undo = ddp.share_gradients(params, lambda: self.sharers, self.bucket_bytes)
             self._local.append(undo)
 
-    def _count(self, loss: Tensor | float | None, step: int) -> None:
+    def _count(self, loss: Tensor | float | None, step: int) -> bool:
+        """One step of the run is done; False when the run, and its schedule, start again."""
         if self._round.count(loss):
             self._round.close(self._schedule, step)
             if not self._round.goes_back:
-                self._unwatch()
+                self._unhook()
+        search = self._search
+        if search is None or search.guard is None:
+            return True
+        place = search.follow(self._schedule, loss, self.steps_done)
+        if place is None:
+            return True
+        self._play_from(place)
+        return False
+
+    def _play_from(self, place: Any) -> None:
+        """Put the schedule back to what `_place` saw."""
+        raise NotImplementedError
 
     def _begin(
         self,
@@ -220,7 +241,7 @@ class Exploring:
         self._round = cycle
         modules = model.modules() if model is not None else ()
         self._wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self._local, self._watching = [], []
+        self._local, self._hooks = [], []
         if search is not None:
             self._search = search(self._switch_gradients)
         self._switch_gradients(self.gradients)
@@ -230,22 +251,22 @@ class Exploring:
         # A loaded optimizer brings the learning rate of the rank that saved it: write ours.
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove, lambda: self._switch_gradients("")]
-        self._undo.append(self._unwatch)
+        self._undo.append(self._unhook)
         self._settle(model)
 
-    def _watch(self, model: nn.Module | None) -> None:
+    def _hook(self, model: nn.Module | None) -> None:
         """Mark where a heat or a climb begins: before the first forward, which moves BatchNorm's
         statistics, or at least before the first step."""
-        self._watching = [self.optimizer.register_step_pre_hook(self.before_step).remove]
+        self._hooks = [self.optimizer.register_step_pre_hook(self.before_step).remove]
         if model is not None:
             hook = model.register_forward_pre_hook(
                 lambda module, _: self._mark_place() if module.training else None
             )
-            self._watching.append(hook.remove)
+            self._hooks.append(hook.remove)
 
-    def _unwatch(self) -> None:
-        while self._watching:
-            self._watching.pop()()
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop()()
 
     def before_step(self, *_: object) -> None:
         """A hook of the optimizer: a race looks at where it begins, and so does a climb."""
@@ -370,7 +391,7 @@ class Exploring:
                 probe.model = model
         if self._search is not None:
             self._search.rehome()
-        self._unwatch()
+        self._unhook()
         self._settle(model)
         self._write()
 
@@ -495,8 +516,31 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         )
 
     def _race(self, switch: Callable[[str], None]) -> Search:
-        peaks = [float(g["max_lr"]) for g in self.optimizer.param_groups]
-        return _make_search(self._round, peaks, self.total_steps, switch)
+        return _make_search(self._round, self._outline(), self.total_steps, switch, self._stands_at)
+
+    def _outline(self) -> Outline:
+        """Of the whole cycle, which is known at every step: a thousand of them will do."""
+        now, peaks = self.last_epoch, [float(g["max_lr"]) for g in self.optimizer.param_groups]
+        every = max(1, self.total_steps // 1000)
+        rows = []
+        for step in range(0, self.total_steps, every):
+            self.last_epoch = step
+            rows.append([float(x) for x in self._values()])
+        self.last_epoch = now
+        self._values()  # a cycled momentum goes back too
+        return Outline(tuple(peaks), Outline.of([*rows, peaks]).mean)
+
+    def _values(self) -> list[float | Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wants get_lr to be called in a step only
+            return self.get_lr()
+
+    def _stands_at(self) -> int:
+        return int(self.last_epoch)
+
+    def _play_from(self, place: Any) -> None:
+        self.last_epoch = int(place)
+        self._values()
 
     def get_lr(self) -> list[float | Tensor]:
         """The schedule's own values, as torch computes them: the base before any steering."""
@@ -519,8 +563,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 f"Tried to step {self.last_epoch + 1} times. The specified number of total steps "
                 f"is {self.total_steps}: raise total_steps, or stop here and call finalize()"
             )
-        if not self._searched(checked):
-            self._count(checked, self.last_epoch + 1)
+        if not self._searched(checked) and self._count(checked, self.last_epoch + 1):
             for _ in range(self._turns()):
                 super().step()
         self._write()
@@ -607,7 +650,17 @@ class AutoLR(Exploring, LRScheduler):
 
     def _race(self, switch: Callable[[str], None]) -> Search:
         total = self._round.config.total_steps or 0
-        return _make_search(self._round, peaks_of(self.scheduler, total), total, switch)
+        outline = outline_of(self.scheduler, total)
+        return _make_search(self._round, outline, total, switch, self._stands_at)
+
+    def _stands_at(self) -> dict[str, Any]:
+        for factor, value in zip(self._round.factors, self._schedule, strict=True):
+            factor.write(value, 1.0)
+        return place_of(self.scheduler)
+
+    def _play_from(self, place: Any) -> None:
+        put_back(self.scheduler, place)
+        self._remember(self._round.factors)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """After optimizer.step(), on every rank at every step; `loss` is this rank's or None."""
@@ -615,8 +668,10 @@ class AutoLR(Exploring, LRScheduler):
         if self._searched(checked):
             self._write()
             return
-        self._count(checked, self._steps + 1)
         self._steps += 1
+        if not self._count(checked, self._steps):
+            self._write()
+            return
         for factor, value in zip(self._round.factors, self._schedule, strict=True):
             factor.write(value, 1.0)
         try:
@@ -812,7 +867,11 @@ def races(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
 
 
 def _make_search(
-    cycle: Round, peaks: Sequence[float], total_steps: int, switch: Callable[[str], None]
+    cycle: Round,
+    outline: Outline,
+    total_steps: int,
+    switch: Callable[[str], None],
+    place: Callable[[], Any],
 ) -> Search:
     adaptive = "betas" in cycle.averaged.optimizer.defaults
     race = Race(
@@ -821,7 +880,7 @@ def _make_search(
         adaptive=adaptive,
         idle=not races(cycle.config, cycle.replicas, total_steps),
     )
-    return Search(race, cycle, peaks=peaks, switch=switch)
+    return Search(race, cycle, outline=outline, switch=switch, place=place)
 
 
 def _check_search(config: HDETConfig, factors: Sequence[Factor] | None) -> None:

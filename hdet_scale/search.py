@@ -5,8 +5,9 @@
     rewind   back to the mark; the next heat, or the run with what was found
 
 While it lasts, gradients stay within a team and the user's schedule stands still. Then the schedule
-is played from its start in the steps that are left, times what was found, and nothing of the search
-remains: no collective, no probe, no copy.
+is played from its start in the steps that are left, times what was found. With rule="race" nothing
+of the search remains: no collective, no probe, no copy. With "auto" a guard (hdet_scale.guard)
+looks at what was found until half of the run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hdet_scale.guard import Guard, look
 from hdet_scale.mark import Mark
+from hdet_scale.outline import Outline
 from hdet_scale.probe import Probe, mean_of
 from hdet_scale.race import ENOUGH, Heat, Level, Race, shape
 from hdet_scale.round import LossMeter, Round, RoundRecord
 from hdet_scale.topology import Replicas
+from hdet_scale.watch import Watch
 
 logger = logging.getLogger("hdet_scale")
 
@@ -38,11 +40,13 @@ class Search:
         rule: Race,
         cycle: Round,
         *,
-        peaks: Sequence[float],
+        outline: Outline,
         switch: Callable[[str], None],
+        place: Callable[[], Any],
     ) -> None:
-        self.rule, self.cycle, self.switch = rule, cycle, switch
-        self.peaks = [float(x) for x in peaks]
+        self.rule, self.cycle, self.switch, self.place = rule, cycle, switch, place
+        self.outline = outline
+        self.guard: Guard | None = None
         self.probe: Probe | None = None
         self.step = 0
         """Of the heat."""
@@ -50,6 +54,8 @@ class Search:
         """Steps of the search in all."""
         self.played = 0
         """Steps of the run since."""
+        self.taken_back = 0
+        """Steps of the run before it was started again."""
         self.meter = LossMeter()
         self._mark: Mark | None = None
         self._first = math.nan
@@ -60,6 +66,11 @@ class Search:
     def replicas(self) -> Replicas:
         """This rank's place."""
         return self.cycle.replicas
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """The schedule's, as given."""
+        return self.outline.peaks
 
     @property
     def active(self) -> bool:
@@ -139,9 +150,29 @@ class Search:
             self._judge()
         return self.rule.over
 
+    def follow(self, schedule: Sequence[float], loss: Tensor | float | None, step: int) -> Any:
+        """One step of the run is done, the `step`-th in all; the place where the schedule starts
+        again, or None."""
+        guard = self.guard
+        if guard is None:
+            return None
+        back = guard.count(self.outline.share(schedule), loss, step, self.probe)
+        if guard.over:
+            self.guard = None
+        if not back:
+            return None
+        self.taken_back += self.played + 1
+        self.played = 0
+        return guard.place
+
     def rehome(self) -> None:
         """Other replicas than those the race was laid out for: a new one, from its start."""
         size, total = self.replicas.size, self.rule.total_steps
+        if self.guard is not None:
+            raise ValueError(
+                "rule='auto' has marked where the run began, of the model as it was: attach the "
+                "engine before the first step and before a state is loaded"
+            )
         if not self.active or self.rule.replicas == size:
             return
         if self.step:
@@ -195,9 +226,27 @@ class Search:
             self._end()
 
     def _end(self) -> None:
-        self._mark, self._team = None, None
         self.cycle.find(self.rule.scale)
+        self.guard = self._guard()
+        self._mark, self._team = None, None
         self.switch(self.cycle.config.gradients)
+
+    def _guard(self) -> Guard | None:
+        """Of what was found, with rule="auto", a probe to look at, and replicas that stay equal."""
+        config = self.cycle.config
+        guarded = config.rule == "auto" and config.gradients == "shared" and self.rule.found != 0.0
+        if not guarded or self.probe is None:
+            return None
+        mark = self._mark or Mark(self.cycle.averaged)  # they are where they began
+        mark.to_host()
+        watch = Watch(
+            total_steps=self.rule.total_steps,
+            begun=self.done,
+            mean=self.outline.mean,
+            scale=self.rule.scale,
+            before=look(self.probe, self.cycle)[0],
+        )
+        return None if watch.over else Guard(watch, self.cycle, mark, self.place())
 
     def _own_losses(self) -> list[float]:
         """On the probe's batches; without a probe the mean training loss of the heat's end."""
@@ -258,56 +307,66 @@ class Search:
             "step": self.step,
             "done": self.done,
             "played": self.played,
+            "taken_back": self.taken_back,
+            "watch": None if self.guard is None else self._guarded(),
+        }
+
+    def _guarded(self) -> dict[str, Any]:
+        """Of whole replicas the mark is the same on every rank."""
+        guard, whole = self.guard, self.replicas.shard_size == 1
+        if guard is None:
+            raise RuntimeError("there is no watch to save")
+        mark = guard.mark.state_dict() if guard.mark is not None and whole else None
+        return {
+            "rule": guard.watch.state_dict(),
+            "place": guard.place,
+            "mark": mark,
         }
 
     def replica_state_dict(self) -> dict[str, Any]:
-        """This replica's own: the mark and the losses of the heat."""
-        mark = self._mark.state_dict() if self._mark is not None and self.step else None
-        return {"mark": mark, "losses": self.meter.state_dict(), "first": self._first}
+        """This replica's own: the mark and the losses of the heat; and this rank's slices of a
+        mark that is guarded, where replicas are sharded."""
+        mark = self._mark if self.step else None
+        if self.guard is not None and self.replicas.shard_size > 1:
+            mark = self.guard.mark
+        kept = None if mark is None else mark.state_dict()
+        return {"mark": kept, "losses": self.meter.state_dict(), "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where another search stopped; the state of a run without one has none to make."""
         if state is None:
             self.rule.skip()
-            self.step = self.done = self.played = 0
+            self.step = self.done = self.played = self.taken_back = 0
         else:
             self.rule.load_state_dict(state["rule"])
             self.step, self.done = int(state["step"]), int(state["done"])
-            self.played = int(state["played"])
+            self.played, self.taken_back = int(state["played"]), int(state.get("taken_back", 0))
         self._mark, self._orphan = None, self.active and self.step > 0
         self._first = math.nan
         self.meter.reset()
+        self.guard = None if state is None else self._loaded(state.get("watch"))
         self.switch("local" if self.active else self.cycle.config.gradients)
+
+    def _loaded(self, state: Mapping[str, Any] | None) -> Guard | None:
+        if state is None:
+            return None
+        mark = None if state["mark"] is None else self._read(state["mark"])
+        return Guard(Watch.of_state(state["rule"]), self.cycle, mark, state["place"])
+
+    def _read(self, state: Mapping[str, Any]) -> Mark:
+        mark = Mark(self.cycle.averaged)
+        mark.load_state_dict(state)
+        return mark
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """After `load_state_dict`."""
         self.meter.load_state_dict(state["losses"])
         self._first = float(state["first"])
-        if state["mark"] is not None:
-            self._mark = Mark(self.cycle.averaged)
-            self._mark.load_state_dict(state["mark"])
-            self._orphan = False
-
-
-def peaks_of(scheduler: Any, total_steps: int) -> list[float]:
-    """The highest learning rate of each param group over a whole schedule.
-
-    The schedule is played through and put back: schedulers compute the next value from the last
-    one in ways of their own, so that nothing shorter is right for all of them.
-    """
-    groups = scheduler.optimizer.param_groups
-    before, state = [g["lr"] for g in groups], scheduler.state_dict()
-    kept = [x.clone() if isinstance(x, Tensor) else x for x in before]
-    peaks = [float(x) for x in before]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        for _ in range(total_steps):
-            scheduler.step()
-            peaks = [max(p, float(g["lr"])) for p, g in zip(peaks, groups, strict=True)]
-        scheduler.load_state_dict(state)
-    for group, old, value in zip(groups, before, kept, strict=True):
-        if isinstance(old, Tensor):
-            old.copy_(value)
+        if state["mark"] is None:
+            return
+        mark = self._read(state["mark"])
+        if self.guard is not None:
+            mark.to_host()
+            self.guard.mark = mark
         else:
-            group["lr"] = old
-    return peaks
+            self._mark, self._orphan = mark, False

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import (
 
 from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge import local
+from hdet_scale.outline import outline_of
 from hdet_scale.probe import Probe, common_batches
-from hdet_scale.search import peaks_of
 from tests.fleet import Fleet
 from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
 from tests.traffic import traffic
@@ -206,14 +206,16 @@ def test_the_peak_of_a_schedule_is_found_and_the_schedule_put_back(make: Any) ->
     def rates(peek: bool) -> list[float]:
         optimizer = AdamW(toy(wrap=False).parameters(), lr=0.5)
         scheduler = make(optimizer)
-        peaks = peaks_of(scheduler, 100) if peek else []
+        outline = outline_of(scheduler, 100) if peek else None
         seen = [optimizer.param_groups[0]["lr"]]
         for _ in range(100):
             optimizer.step()
             scheduler.step()
             seen.append(optimizer.param_groups[0]["lr"])
-        if peek:
-            assert peaks == [max(seen)]
+        if outline is not None:
+            assert outline.peaks == (max(seen),)
+            assert outline.mean == pytest.approx(sum(seen) / len(seen) / max(seen))
+            assert outline.share([max(seen) / 4]) == 0.25
         return seen
 
     assert rates(True) == rates(False)
@@ -561,7 +563,9 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
     assert probe() == [float(i) for i in range(8)]
     assert probe(9, 64) == [1.0], "never less than a batch each"
     few = Probe(common_batches(iter(range(3)), loss, count=3), limit=16)
-    assert [few(part, 9) for part in (2, 3, 8)] == [[2.0], [0.0], [2.0]]
+    assert [few(part, 9) for part in (2, 3)] == [[2.0], [0.0, 1.0, 2.0]], "never nothing"
+    assert [few.parts(part, 9) for part in (2, 3)] == [{2: 2.0}, {}], "and never one twice"
+    assert [probe.parts(part, 4) for part in (1, 5)] == [{1: 1.0, 5: 5.0}] * 2
     whole = Probe(lambda: iter([1.0, 2.0]))
     assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
 
