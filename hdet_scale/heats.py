@@ -1,9 +1,12 @@
-"""Heats: what a race showed, read back from the log of its run.
+"""Heats: what a race showed, and the watch after it, read back from the log of their run.
 
 A heat's line says what each replica's peak learning rate was and the loss after its decay. A heat
 is short and has a part of the batch: the learning rate of the run that it stands for is c times as
 high, with the c of its stage, which the log's first line has (`race.translations`). The round that
 closes a stage has the race's verdict.
+
+A look of the watch is a round of its own kind, with the held-out loss. One that sent the run back
+says so ("back" in its evidence): the run began anew after that step.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 from hdet_scale.runlog import Log
 
 PHASE = "race"
+WATCH = "watch"
 
 
 def heats(log: Log) -> list[dict[str, Any]]:
@@ -22,6 +26,30 @@ def heats(log: Log) -> list[dict[str, Any]]:
     found = [line for line in log.rounds if line.get("phase") == PHASE]
     first = max((i for i, line in enumerate(found) if line["round"] == 0), default=0)
     return found[first:]
+
+
+def looks(log: Log) -> list[dict[str, Any]]:
+    """The rounds of the watch."""
+    return [line for line in log.rounds if line.get("phase") == WATCH]
+
+
+def steps_before(log: Log) -> int:
+    """Steps before the run whose weights are kept: the race's, and those that a watch took back."""
+    back = [line["step"] for line in looks(log) if line["evidence"]["back"]]
+    return max([steps_of_race(log), *back])
+
+
+def watch_of(log: Log) -> dict[str, Any] | None:
+    """Steps, held-out losses and the learning rates' scale of each look; None without one."""
+    lines = looks(log)
+    if not lines:
+        return None
+    return {
+        "x": [line["step"] for line in lines],
+        "losses": [line["losses"][0] for line in lines],
+        "scales": [line["evidence"]["scale"] for line in lines],
+        "back": [line["step"] for line in lines if line["evidence"]["back"]],
+    }
 
 
 def steps_of_race(log: Log) -> int:

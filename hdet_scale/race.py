@@ -41,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHARES = (0.025, 0.045)
+SHARES = (0.028, 0.042)
 """Of the run's steps, for the first and the second stage."""
 COARSE = math.log(4.0)
 """Distance of the levels of the first stage when there are eight."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet_scale.heats import race_of, steps_of_race
+from hdet_scale.heats import race_of, steps_before
 from hdet_scale.runlog import Log, read
 
 SCHEMA = 1
@@ -31,20 +31,20 @@ RATE = "lr/group"
 def discovered(log: Log) -> dict[str, Any]:
     """The schedule of a run, for every factor the base of every step.
 
-    A race before it is left out: its replicas went back to where they began, and the schedule
-    starts there.
+    A race before it is left out, and so is what a watch took back: the replicas went back to where
+    they began, and the schedule starts there.
     """
-    race, about = steps_of_race(log), race_of(log)
+    before, about = steps_before(log), race_of(log)
     if about is not None and about["found"] is None:
         raise ValueError(f"{log.path} is still in its race: wait for the schedule that it finds")
-    bases = {name: values[race:] for name, values in log.bases().items() if values[race:]}
+    bases = {name: values[before:] for name, values in log.bases().items() if values[before:]}
     if not bases:
         raise ValueError(
-            f"{log.path} has no sampled step{' after its race' if race else ''}: a schedule is in "
-            "the step lines that hdet train, HDETCallback and RunLog.step write"
+            f"{log.path} has no sampled step{' after its race' if before else ''}: a schedule is "
+            "in the step lines that hdet train, HDETCallback and RunLog.step write"
         )
     steps = max(len(values) for values in bases.values())
-    return {"schema": SCHEMA, "run": log.name, "steps": steps, "race": race, "bases": bases}
+    return {"schema": SCHEMA, "run": log.name, "steps": steps, "race": before, "bases": bases}
 
 
 class ReplayLR(LRScheduler):
@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"written": str(out), "steps": found["steps"], "run": found["run"]}))
     else:
         if found["race"]:
-            print(f"{found['race']} steps of a race are left out: the schedule began after them")
+            print(
+                f"{found['race']} steps of the search are left out: the schedule began after them"
+            )
         for name, values in found["bases"].items():
             print(f"{name}: {len(values)} steps, {max(values):.3g} at most, {values[-1]:.3g} last")
         print(f"{out}   ReplayLR(optimizer, {str(out)!r})")

@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hdet_scale.heats import PHASE, race_of, steps_of_race
+from hdet_scale.heats import PHASE, WATCH, race_of, steps_of_race, watch_of
 from hdet_scale.runlog import Log, plain, read
 
 POINTS = 2000
@@ -54,6 +54,7 @@ def collect(log: Log) -> dict[str, Any]:
         "replicas": max((len(line["losses"]) for line in rounds), default=0),
         "factors": _factors(log),
         "race": race,
+        "watch": watch_of(log),
         "rounds": len(rounds),
         "group": max(map(len, groups), default=1),
         "steps": _steps(log),
@@ -66,7 +67,7 @@ def collect(log: Log) -> dict[str, Any]:
 
 
 def _rounds_of_run(log: Log) -> list[dict[str, Any]]:
-    return [line for line in log.rounds if line.get("phase") != PHASE]
+    return [line for line in log.rounds if line.get("phase") not in (PHASE, WATCH)]
 
 
 def _steps_of_run(log: Log) -> list[dict[str, Any]]:
@@ -147,8 +148,8 @@ def _marks(rounds: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _events(log: Log) -> list[dict[str, Any]]:
-    """Quarantines, verdicts of a race, changes of phase, resumes, clamps and other messages, by
-    step."""
+    """Quarantines, verdicts of a race and its watch, changes of phase, resumes, clamps and other
+    messages, by step."""
     found = [
         {"step": line["step"], "event": "resume", "text": f"resumed at step {line['step']}"}
         for line in log.starts
@@ -161,15 +162,15 @@ def _events(log: Log) -> list[dict[str, Any]]:
             text = f"replica {who} left out of the mean: a parameter or a loss was not finite"
             found.append({"step": line["step"], "event": "quarantine", "text": text})
         now = line.get("phase") or ""
-        if now == PHASE:
+        if now in (PHASE, WATCH):
             if line["verdict"]:
-                found.append({"step": line["step"], "event": PHASE, "text": line["verdict"]})
+                found.append({"step": line["step"], "event": now, "text": line["verdict"]})
         elif now != phase:
             text = f"{phase or 'start'} \u2192 {now or 'none'}"
             found.append({"step": line["step"], "event": "phase", "text": text})
             phase = now
     for line in log.events:
-        if line["text"].startswith("race, step"):
+        if line["text"].startswith(("race, step", "watch, step")):
             continue  # the verdict that its round has
         clamp = line["event"] == "info" and "below the floor" in line["text"]
         name = "clamp" if clamp else line["event"]

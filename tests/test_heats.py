@@ -60,7 +60,7 @@ def test_a_replay_leaves_the_race_out(
     folder, log = run[0], read(run[0])
     race, out = steps_of_race(log), tmp_path / "schedule.json"
     assert cli.main(["replay", str(folder), "-o", str(out)]) == 0
-    assert f"{race} steps of a race are left out" in capsys.readouterr().out
+    assert f"{race} steps of a search are left out" in capsys.readouterr().out
     made = json.loads(out.read_text())
     assert made["steps"] == STEPS - race
     assert made["bases"] == {name: values[race:] for name, values in log.bases().items()}
