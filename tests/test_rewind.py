@@ -51,7 +51,7 @@ def _overshot(rank: int, size: int) -> Any:
         run.steps(step, step + 1)
     lockstep = same(everything(run), [*parameters(plain), *buffers(plain), *moments(optimizer)])
     run.steps(4 * T - 1, ENDS)
-    kept = run.scheduler._round._mark is not None or len(run.scheduler._watching) > 0
+    kept = run.scheduler._round._mark is not None or len(run.scheduler._hooks) > 0
     return back, lockstep, kept, [(r.phase, r.verdict) for r in run.records]
 
 

@@ -1,0 +1,329 @@
+"""The guard in real processes: looks, going back, resume, and plain training once it is over.
+
+The held-out loss here is lowest where the weights are a certain way from their start, and the
+training loss falls with that way: a run overfits as soon as it has gone further.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
+from hdet_scale.converge import local
+from hdet_scale.guard import PHASE
+from tests.fleet import Fleet
+from tests.toy import bits, buffers, learn, moments, parameters, same, toy
+from tests.traffic import traffic
+
+S = 1800
+LR = 1e-4
+TURN = 0.3
+KINDS = ("one cycle", "cosine")
+
+
+class Way:
+    """How far the weights have come, and losses that depend on nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.start = model, [local(p).detach().clone() for p in model.parameters()]
+        self.looked = 0
+
+    def gone(self) -> float:
+        squares = [
+            (local(p).detach() - s).square().sum()
+            for p, s in zip(self.model.parameters(), self.start, strict=True)
+        ]
+        return math.sqrt(float(torch.stack(squares).sum()))
+
+    def losses(self, part: int = 0, parts: int = 1) -> Any:
+        self.looked += 1
+        held = 0.5 + math.log((self.gone() + 1e-3) / TURN) ** 2
+        return (held + 0.01 * i for i in range(part, 8, parts))
+
+    def trained(self) -> float:
+        return 1.0 / (0.1 + self.gone())
+
+
+class Run:
+    """Everything a script builds."""
+
+    def __init__(self, rank: int, kind: str = "one cycle", *, gradients: str = "shared") -> None:
+        self.rank = rank
+        self.model = toy(rank, norm=True, rebuild=False)
+        self.way = Way(self.model)
+        self.optimizer = AdamW(self.model.parameters(), lr=LR)
+        if kind == "one cycle":
+            self.scheduler: Any = OneCycleAutoLR(
+                self.optimizer, LR, total_steps=S, rule="auto", model=self.model,
+                probe=self.way.losses, cycle_momentum=False, gradients=gradients,
+            )  # fmt: skip
+        else:
+            self.scheduler = AutoLR(
+                CosineAnnealingLR(self.optimizer, S),
+                HDETConfig(rule="auto", total_steps=S, gradients=gradients),
+                model=self.model,
+                probe=self.way.losses,
+            )
+        self.start = parameters(self.model), buffers(self.model)
+        self.step = 0
+        self.rates: list[float] = []
+        self.backs: list[int] = []
+        self.records: list[Any] = []
+        self.scheduler.on_round(self.records.append)
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            learn(self.model, self.optimizer, self.step, self.rank)
+            self.scheduler.step(self.way.trained())
+            self.step += 1
+            if self.records and self.records[-1].evidence.get("back"):
+                self.backs.append(self.step)
+                self.records.append(self.records.pop())
+                self.records[-1].evidence["back"] = 0.0
+
+    def begin(self) -> None:
+        """To the first step of the run."""
+        while self.scheduler.searching:
+            self.train(self.step + 1)
+
+    def until_back(self) -> None:
+        """To the step after which the run starts again."""
+        had = len(self.backs)
+        while len(self.backs) == had:
+            assert self.step < S
+            self.train(self.step + 1)
+
+    def is_back(self) -> bool:
+        fresh = not any(self.optimizer.state.values())
+        return fresh and same(parameters(self.model), self.start[0]) and same(
+            buffers(self.model), self.start[1]
+        )  # fmt: skip
+
+    def save(self, *, own: bool) -> dict[str, Any]:
+        return copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "own": self.scheduler.replica_state_dict() if own else None,
+                "step": self.step,
+            }
+        )
+
+    def load(self, saved: dict[str, Any]) -> None:
+        saved = copy.deepcopy(saved)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scheduler.load_state_dict(saved["scheduler"])
+        if saved["own"] is not None:
+            self.scheduler.load_replica_state_dict(saved["own"])
+        self.step = saved["step"]
+
+    def everything(self) -> Any:
+        return bits(
+            [
+                parameters(self.model),
+                buffers(self.model),
+                moments(self.optimizer),
+                self.scheduler.state_dict()["search"],
+                self.scheduler.get_last_lr(),
+            ]
+        )
+
+
+def _a_whole_run(rank: int, size: int, kind: str) -> Any:
+    run = Run(rank, kind)
+    run.begin()
+    raced, found = run.step, run.scheduler._round.steering.found[0]
+    run.until_back()
+    back, rate = run.is_back(), run.scheduler._round.steering.found[0]
+    while run.scheduler.watching:
+        run.train(run.step + 1)
+    looked, over, left = run.way.looked, run.step, run.backs[-1]
+    with traffic() as after:
+        run.train(over + 20)
+    run.train(S)
+    hooks = len(run.optimizer._optimizer_step_pre_hooks) + len(run.model._forward_pre_hooks)
+    return {
+        "raced": raced, "found": found, "back": back, "rate": rate, "over": over, "left": left,
+        "rates": run.rates, "parameters": parameters(run.model), "after": after, "hooks": hooks,
+        "looked": run.way.looked - looked, "gone": run.way.gone(), "backs": run.backs,
+        "looks": [r for r in run.records if r.phase == PHASE],
+    }  # fmt: skip
+
+
+def _plain(rank: int, size: int, first: int, rates: list[float], over: int) -> Any:
+    """Plain DDP at the rates of the run, from where it started again."""
+    model = toy(rank, norm=True, rebuild=False)
+    optimizer = AdamW(model.parameters())
+
+    def train(begin: int, end: int) -> None:
+        for step in range(begin, end):
+            optimizer.param_groups[0]["lr"] = rates[step - first]
+            learn(model, optimizer, step, rank)
+
+    train(first, over)
+    with traffic() as counted:
+        train(over, over + 20)
+    train(over + 20, S)
+    return parameters(model), counted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_overfits_starts_again_and_is_plain_ddp_after_it(pair: Fleet, kind: str) -> None:
+    one, two = pair.run(_a_whole_run, kind)
+    assert one["back"]
+    assert two["back"]
+    assert one["found"] == two["found"] > 1.25, "the race found more"
+    assert one["rate"] == two["rate"] < one["found"]
+    assert one["backs"] == two["backs"]
+    assert abs(math.log2(one["gone"] / TURN)) < 0.5, "it ends about where the loss is lowest"
+    # The whole schedule again, in the steps that are left.
+    optimizer = AdamW(toy(wrap=False).parameters(), lr=LR)
+    inner: Any = CosineAnnealingLR(optimizer, S)
+    if kind == "one cycle":
+        inner = OneCycleLR(optimizer, LR, total_steps=S, cycle_momentum=False)
+    whole = []
+    for _ in range(S):
+        whole.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        inner.step()
+    first, left = one["left"], S - one["left"]
+    scale = one["looks"][-1].evidence["scale"]
+    expected = [scale * whole[t * S // left] for t in range(left)]
+    assert one["rates"][first:] == pytest.approx(expected, rel=1e-12)
+    # Bit for bit plain training, and nothing of ours once the watch is over.
+    plain = pair.run(_plain, first, one["rates"][first:], one["over"])
+    assert same(one["parameters"], two["parameters"], *(weights for weights, _ in plain))
+    assert one["over"] <= S / 2
+    assert one["after"] == plain[0][1]
+    assert one["looked"] == one["hooks"] == 0
+    for look in one["looks"]:
+        assert math.isfinite(look.losses[0])
+        assert len(look.probe_losses) == 8
+
+
+def _interrupted(rank: int, size: int, kind: str, moment: str, own: bool) -> tuple[Any, Any, bool]:
+    whole = Run(rank, kind)
+    whole.begin()
+    if moment != "first":
+        whole.train(whole.step + 40)
+    if moment in ("back", "again"):
+        whole.until_back()
+    if moment == "again":
+        whole.train(whole.step + 50)
+    file = [whole.save(own=own)]
+    if not own:
+        dist.broadcast_object_list(file)  # replica 0's for all
+    end = whole.step + 400
+    watched = whole.scheduler.watching
+    whole.train(end)
+    again = Run(rank, kind)
+    again.load(file[0])
+    again.train(end)
+    return whole.everything(), again.everything(), watched
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", ["first", "looked", "back", "again"])
+def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: str) -> None:
+    for own in (False, True):
+        for whole, again, watched in pair.run(_interrupted, kind, moment, own):
+            assert watched
+            assert whole == again
+
+
+def _not_guarded(rank: int, size: int, why: str) -> Any:
+    run = Run(rank, gradients="local" if why == "local" else "shared")
+    if why == "race":
+        object.__setattr__(run.scheduler._round.config, "rule", "race")
+    run.begin()
+    looked = run.way.looked
+    run.train(run.step + 60)
+    return run.scheduler.watching, run.way.looked - looked, run.scheduler._search._mark
+
+
+@pytest.mark.parametrize("why", ["race", "local"])
+def test_a_race_alone_and_replicas_that_stay_apart_are_not_guarded(pair: Fleet, why: str) -> None:
+    for told in pair.run(_not_guarded, why):
+        assert told == (False, 0, None)
+
+
+def _sharded(rank: int, size: int, own: bool) -> Any:
+    """Two replicas of two shards: back to the mark; a resume goes on only with each rank's mark."""
+
+    def build() -> tuple[Any, Any, Any, Way]:
+        mesh = fsdp.build_mesh(shards=2, device="cpu")
+        torch.manual_seed(0)
+        model = toy(wrap=False)
+        fully_shard(model.inner, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        way = Way(model)
+        optimizer = AdamW(model.parameters(), lr=LR)
+        inner = CosineAnnealingLR(optimizer, S)
+        config = HDETConfig(rule="auto", total_steps=S)
+        scheduler = AutoLR(inner, config, replicas=Replicas.from_mesh(mesh), probe=way.losses)
+        fsdp.attach(model, optimizer, scheduler, mesh=mesh)
+        return model, optimizer, scheduler, way
+
+    def mine(model: nn.Module) -> list[Tensor]:
+        return [local(p).detach().clone() for p in model.parameters()]
+
+    model, optimizer, scheduler, way = build()
+    start, records, step = mine(model), [], 0
+    scheduler.on_round(records.append)
+
+    def train(model: Any, optimizer: Any, scheduler: Any, way: Way, step: int) -> None:
+        learn(model, optimizer, step, rank)
+        scheduler.step(way.trained())
+
+    saved: Any = None
+    while not (records and records[-1].evidence.get("back")) and step < S:
+        train(model, optimizer, scheduler, way, step)
+        step += 1
+        if saved is None and scheduler.watching:
+            saved = copy.deepcopy(
+                (scheduler.state_dict(), scheduler.replica_state_dict() if own else None, step)
+            )
+    back = same(mine(model), start)
+    for _ in range(3):
+        train(model, optimizer, scheduler, way, step)
+        step += 1
+    after = mine(model)
+    # The run began at the mark: a fresh model is what the saved one was.
+    model, optimizer, scheduler, way = build()
+    scheduler.load_state_dict(saved[0])
+    if own:
+        scheduler.load_replica_state_dict(saved[1])
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hdet_scale").addHandler(handler)
+    for at in range(saved[2], step):
+        train(model, optimizer, scheduler, way, at)
+    logging.getLogger("hdet_scale").removeHandler(handler)
+    return back, after, same(mine(model), after), warned, scheduler.replicas.shard_rank
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_sharded_replicas_go_back(quartet: Fleet, own: bool) -> None:
+    out = quartet.run(_sharded, own)
+    for back, _, resumed, warned, _ in out:
+        assert back
+        assert resumed is own
+        assert any("no mark to go back to" in text for text in warned) is not own
+    for shard in (0, 1):
+        one, two = (after for _, after, _, _, at in out if at == shard)
+        assert same(one, two)

@@ -1,0 +1,169 @@
+"""The watch as a rule: what it sees, what it makes of it, and that it can be interrupted."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdet_scale.watch import GROWTH, UNTIL, Watch
+
+S = 1000
+BEFORE = [2.3 + 0.01 * i for i in range(8)]
+
+
+def watch(scale: float = 50.0, begun: int = 70) -> Watch:
+    return Watch(total_steps=S, begun=begun, mean=0.5, scale=scale, before=BEFORE)
+
+
+def overfits(path: float, turn: float) -> tuple[list[float], float]:
+    """Held-out losses that are lowest at path x peak = turn, and a training loss that falls."""
+    far = math.log(max(path, 1e-9) / turn)
+    held = 0.5 + 0.1 * far * far
+    return [held + 0.01 * i for i in range(8)], 1.0 / (1.0 + path)
+
+
+class Played:
+    """A whole run of a cosine under a watch: the same schedule is compressed after each start."""
+
+    def __init__(self, rule: Watch, losses: Any) -> None:
+        self.rule, self.losses, self.scales, self.looks = rule, losses, [rule.scale], []
+        left, t, used = S - rule.begun, 0, rule.begun
+        while used < S:
+            share = 0.5 * (1 + math.cos(math.pi * t / left))
+            t, used = t + 1, used + 1
+            rule.count(share)
+            if not rule.due:
+                continue
+            self.looks.append(used)
+            again = rule.look(*losses(rule.path * rule.scale))
+            if again is not None:
+                self.scales.append(again)
+                left, t = left - t, 0
+        self.path = rule.path * rule.scale
+
+
+@settings(max_examples=60, deadline=None)
+@given(early=st.floats(0.02, 0.12), scale=st.floats(2.0, 100.0))
+def test_a_run_that_overfits_starts_again_with_the_peak_that_ends_at_its_turn(
+    early: float, scale: float
+) -> None:
+    """In this world the loss depends on the path alone, so that the end tells whether it fits.
+    Its turn is after a share `early` of the run, which looks from 1.5 % of it to half can see."""
+    rule, turn = watch(scale), early * S * scale
+    run = Played(rule, lambda path: overfits(path, turn))
+    assert len(run.scales) >= 2, rule.verdict
+    assert abs(math.log2(run.path / turn)) < 0.5, (run.path, turn, run.scales)
+    assert "starts again with" in rule.verdict
+
+
+def test_looks_are_rare_and_end_at_half_of_the_run() -> None:
+    run = Played(watch(), lambda path: ([1.0 / (1.0 + path) + 0.01 * i for i in range(8)], 0.5))
+    assert run.scales == [50.0]
+    assert run.rule.over
+    assert max(run.looks) <= UNTIL * S
+    assert len(run.looks) <= 2 + math.log(UNTIL / 0.015) / math.log(GROWTH)
+    gaps = [b - a for a, b in zip(run.looks, run.looks[1:], strict=False)]
+    assert gaps == sorted(gaps)
+
+
+def test_a_spike_of_both_losses_is_not_overfitting() -> None:
+    """The edge of stability: held-out and training loss rise, and fall again later."""
+
+    def losses(path: float) -> tuple[list[float], float]:
+        held = overfits(path, 60.0)[0]
+        return held, held[0]
+
+    run = Played(watch(), losses)
+    assert run.scales == [50.0]
+    assert run.rule.verdict == ""
+
+
+def test_one_rise_is_no_verdict_and_neither_is_a_small_one() -> None:
+    calls = []
+
+    def once(path: float) -> tuple[list[float], float]:
+        calls.append(path)
+        bump = 1.0 if len(calls) == 5 else 0.0
+        return [1.0 / len(calls) + bump + 0.01 * i for i in range(8)], 1.0 / len(calls)
+
+    assert Played(watch(), once).scales == [50.0]
+
+    def small(path: float) -> tuple[list[float], float]:
+        return [1.0 + (0.029 if path > 500 else 0.0)] * 8, 1.0 / (1.0 + path)
+
+    assert Played(watch(), small).scales == [50.0]
+
+
+def test_noise_between_batches_is_no_rise() -> None:
+    """A mean rise of 10 % whose standard error is as large."""
+
+    def losses(path: float) -> tuple[list[float], float]:
+        noise = [0.8, -0.6, 0.9, -0.7, 0.6, -0.5, 0.9, -0.6] if path > 500 else [0.0] * 8
+        return [1.0 + x for x in noise], 1.0 / (1.0 + path)
+
+    assert Played(watch(), losses).scales == [50.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_diverges_is_taken_back(bad: float) -> None:
+    def losses(path: float) -> tuple[list[float], float]:
+        return ([bad] * 8, bad) if path > 3000 else ([1.0] * 8, 1.0)
+
+    run = Played(watch(), losses)
+    assert run.scales == [50.0, 1.0]
+    assert "not finite any more: the run starts again with the learning rate given" in (
+        run.rule.verdict
+    )
+    assert run.rule.over
+
+
+def test_what_never_learns_is_taken_back_but_not_raised() -> None:
+    def losses(_: float) -> tuple[list[float], float]:
+        return [x + 1.0 for x in BEFORE], 9.0
+
+    assert Played(watch(50.0), losses).scales == [50.0, 1.0]
+    low = Played(watch(0.1), losses)
+    assert low.scales == [0.1]
+    assert "not above the one given" in low.rule.verdict
+
+
+def test_a_turn_that_is_seen_too_late_is_left() -> None:
+    """At 45 % of the run the turn is where the rest of the run would end at this very peak."""
+    rule = watch(1.0, begun=0)
+    for share in (0.9, 1.0):
+        while not rule.due:
+            rule.count(share)
+        rule.look([1.0] * 8, 1.0)
+    rule.path, rule.next = 400.0, 450
+    for loss, trained in ((0.5, 0.9), (0.6, 0.5), (0.7, 0.3)):
+        while not rule.due:
+            rule.count(1.0)
+        rule.over = False
+        assert rule.look([loss] * 8, trained) is None
+        rule.next = rule.step + 1
+        rule.over = False
+    assert "too late to start again" in rule.verdict
+
+
+def test_without_a_training_loss_nothing_is_overfitted() -> None:
+    run = Played(watch(), lambda path: (overfits(path, 60.0)[0], math.nan))
+    assert run.scales == [50.0]
+
+
+@pytest.mark.parametrize("moment", [1, 16, 100, 160, 161, 300, 480, 900])
+def test_it_goes_on_where_it_was_interrupted(moment: int) -> None:
+    def run(rule: Watch, first: int, last: int) -> Watch:
+        for _ in range(first, last):
+            rule.count(0.7)
+            if rule.due:
+                rule.look(*overfits(rule.path * rule.scale, 400.0))
+        return rule
+
+    whole = run(watch(), 0, moment)
+    again = Watch.of_state(copy.deepcopy(whole.state_dict()))
+    assert run(whole, moment, S).state_dict() == run(again, moment, S).state_dict()
