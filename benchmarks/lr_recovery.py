@@ -50,7 +50,7 @@ FIGURE = RESULTS / "lr_recovery.png"
 REPLICAS = 8
 GRID = range(-3, 4)
 STARTS = (0.01, 0.1, 1.0, 10.0)
-FAILS = ("vit",)
+FAILS = ("vit", "factor")
 """Tasks on which the race is known to fail; a mean of the table leaves them out."""
 ORDER = (
     *(("auto", start) for start in STARTS),

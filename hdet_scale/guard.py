@@ -2,8 +2,8 @@
 
 Replicas have the same weights then and split the probe's batches. A look is one all-reduce of two
 numbers for each batch and two for the training loss; the steps between looks add up a number on
-the host. To start again, every
-replica goes back to the mark of the race. At half of the run the guard goes, with its mark.
+the host. To start again, every replica goes back to the mark of the race. At three quarters of the
+run the guard goes, with its mark.
 """
 
 from __future__ import annotations

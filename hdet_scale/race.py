@@ -24,8 +24,8 @@ the larger batch of the run allows more, its longer horizon less.
 Do no harm. The learning rate given is a level of the race. What was found replaces it only if
 
 1. it beats it by more than the scatter of the levels around the parabola, and
-2. it is higher, or the best heat took off at least LEARNT of the loss it started from, or the
-   learning rate given breaks a heat. Where nothing was learnt yet, the noise of an eighth of a
+2. it is higher, or the best heat took off at least LEARNT of the loss it started from, or a heat
+   at the learning rate given diverged. Where nothing was learnt yet, the noise of an eighth of a
    batch always speaks for less, and is no reason to go down.
 
 Pure: no torch, no process group. A heat costs the run 2 (K + 1) numbers whatever N is: counts and
@@ -41,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHARES = (0.028, 0.042)
+SHARES = (0.028, 0.038)
 """Of the run's steps, for the first and the second stage."""
 COARSE = math.log(4.0)
 """Distance of the levels of the first stage when there are eight."""
@@ -249,7 +249,7 @@ class Race:
         )
         if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
             return f"{ahead}: not enough, the schedule given stays"
-        if curve.minimum < 0.0 and self._learnt(min(losses)) < LEARNT and not self._given_breaks():
+        if curve.minimum < 0.0 and self._learnt(min(losses)) < LEARNT and not self._diverged():
             return (
                 f"{ahead}: but the best heat only came from a loss of {self.start.mean:.4g} to "
                 f"{min(losses):.4g}, too little to go down, the schedule given stays"
@@ -263,11 +263,12 @@ class Race:
         first = self.start.mean
         return 1 - best / first if 0 < first < math.inf else 1.0
 
-    def _given_breaks(self) -> bool:
-        """Whether a heat at the very learning rate given, not translated, ends above its start."""
+    def _diverged(self) -> bool:
+        """Whether the heat at the very learning rate given, not translated, did. A loss above the
+        one before it says little: the batch of the run is larger."""
         at = math.log(self.translation(0))
         _, loss = min(self.coarse, key=lambda level: abs(level[0] - at))
-        return not loss <= self.start.mean
+        return not math.isfinite(loss)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 While it lasts, gradients stay within a team and the user's schedule stands still. Then the schedule
 is played from its start in the steps that are left, times what was found. With rule="race" nothing
 of the search remains: no collective, no probe, no copy. With "auto" a guard (hdet_scale.guard)
-looks at what was found until half of the run.
+looks at what was found for three quarters of the run.
 """
 
 from __future__ import annotations

@@ -10,19 +10,22 @@ the path,
 times the peak. With the loss lowest at I*, the peak that ends just there, of a schedule whose mean
 is m and for which L steps are left, is
 
-    eta' = eta I* / (m L)
+    eta' = eta min(1, I* / (m L))
 
-and the run starts again from the mark with it. Looks are rare and ever rarer, at steps a factor
-GROWTH apart, and end at half of the run, beyond which there would be too little left to start
-again: from there on the run is plain training. A look sees overfitting where
+and the run starts again from the mark with it. A look at the held-out loss, and at the training
+loss of the step before it, sees overfitting in either of
 
-    the held-out loss is above its lowest by RISE of it, and by SIGNIFICANT standard errors of
-    the difference batch by batch, while
-    the training loss of the step before it is below what it was at that lowest, by LEARNT of it
+    a rise          held-out above its lowest by RISE of it, and by SIGNIFICANT standard errors of
+                    the difference batch by batch; training below what it was then by LEARNT of it
+    memorising      held-out no lower, training below what it was then by MEMORISED of it
 
 (a learning rate at the edge of stability makes both rise, and both fall again). PATIENCE such looks
 in a row are a verdict. Where the held-out loss is not finite any more, or LOST looks in a row were
 above the mark's and none below it, what was found is taken back, for the learning rate given.
+
+Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
+a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
+training.
 
 Pure: no torch, no process group. A look costs the run two numbers for each batch of the probe and
 two for the training loss, whatever the number of replicas.
@@ -43,14 +46,18 @@ AGAIN = 0.1
 """The same after a start anew, whose learning rate is about right."""
 GROWTH = 1.3
 """Steps of a look over those of the one before."""
-UNTIL = 0.5
+UNTIL = 0.75
 """Share of the run after which nobody looks any more."""
+ENOUGH = 0.5
+"""Of the path to the turn, which the steps left must reach at the present peak."""
 RISE = 0.03
 """Of the lowest loss."""
 SIGNIFICANT = 1.5
 """Standard errors of a rise."""
 LEARNT = 0.1
 """Of the training loss at the lowest held-out loss."""
+MEMORISED = 0.5
+"""The same where the held-out loss has not risen, but does not fall."""
 PATIENCE = 2
 """Looks in a row that are a verdict."""
 LOST = 4
@@ -106,9 +113,7 @@ class Watch:
         if mean < statistics.fmean(self.best):
             self.best, self.trained, self.rises = [float(x) for x in losses], trained, 0
         else:
-            # Both worse: not overfitted but unstable, and mostly for a while.
-            learnt = self.trained - trained > LEARNT * abs(self.trained)
-            worse = broken or (self._rose(losses) and (self._lost or learnt))
+            worse = broken or self._overfits(losses, trained)
             self.rises = self.rises + 1 if worse else 0
         self.next = max(self.step + 1, round(self.step * GROWTH))
         self._end_in_time()
@@ -121,6 +126,11 @@ class Watch:
         """True where no look was better than the mark."""
         return self.best is self.before
 
+    def _overfits(self, losses: Sequence[float], trained: float) -> bool:
+        known = self.trained and math.isfinite(self.trained)
+        fallen = (self.trained - trained) / abs(self.trained) if known else 0.0
+        return fallen > MEMORISED or (self._rose(losses) and (self._lost or fallen > LEARNT))
+
     def _rose(self, losses: Sequence[float]) -> bool:
         rises = [x - y for x, y in zip(losses, self.best, strict=True)]
         rise = statistics.fmean(rises)
@@ -131,16 +141,17 @@ class Watch:
         steps, paths, losses = zip(*(point for point in self.curve if point[1] > 0), strict=True)
         turn = Parabola.through([math.log(x) for x in paths], losses, width=3)
         begun = self.begun + self.step
-        scale = self.scale * math.exp(turn.minimum) / (self.mean * (self.total_steps - begun))
+        short = math.exp(turn.minimum) / (self.mean * (self.total_steps - begun))
+        scale = self.scale * min(1.0, short)
         lowest = min(losses)
         seen = f"the held-out loss was lowest ({lowest:.4g}) at step {steps[losses.index(lowest)]}"
-        if not scale < self.scale:
+        if short > 1 / ENOUGH:
             self.over = True
             self.verdict = f"{seen}, too late to start again"
             return None
         self.verdict = (
-            f"{seen} and rose to {losses[-1]:.4g}: the run starts again with "
-            f"{scale:.3g} x the learning rate given instead of {self.scale:.3g} x"
+            f"{seen} and is {losses[-1]:.4g} while the training loss falls: the run starts again "
+            f"with {scale:.3g} x the learning rate given instead of {self.scale:.3g} x"
         )
         self.scale, self.begun = scale, begun
         self._start(AGAIN)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from benchmarks.lr_recovery import PROBES, Arbiter, run_heat, scheduled, weights
+from benchmarks.lr_recovery import VALIDATED, Arbiter, held_out, run_heat, scheduled, weights
 from benchmarks.lr_tasks import JUDGED, TASKS, Stacked, Task
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.race import Race
@@ -73,7 +73,7 @@ def _real(rank: int, size: int, name: str) -> Any:
     small = task.batch // size
 
     def probe() -> Any:
-        return (model.module(b) for b in task.draw(10**6 + 1, PROBES, task.batch // 8))
+        return (model.module(b) for b in held_out(task, 1))
 
     scheduler = OneCycleAutoLR(
         optimizer, rate, total_steps=S, rule="race", model=model, probe=probe, cycle_momentum=False
@@ -112,8 +112,16 @@ def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
 
 
 def test_nothing_was_tuned_on_what_is_judged() -> None:
-    assert set(JUDGED) == {"vit", "denoise", "ngram"}
-    assert all(task.held_out >= 1000 for task in TASKS.values())
+    assert set(JUDGED) == {"denoise", "ngram", "mixer", "gru", "deep", "short"}
+    assert all(task.held_out > VALIDATED + 300 for task in TASKS.values())
+
+
+def test_probe_training_and_validation_have_no_example_in_common() -> None:
+    for task in TASKS.values():
+        for seed in (0, 1):
+            probed = held_out(task, seed)
+            assert int(probed.min()) >= task.train + VALIDATED
+            assert int(probed.max()) < task.train + task.held_out
 
 
 def test_held_out_examples_are_never_drawn() -> None:

@@ -61,7 +61,7 @@ def test_a_run_that_overfits_starts_again_with_the_peak_that_ends_at_its_turn(
     assert "starts again with" in rule.verdict
 
 
-def test_looks_are_rare_and_end_at_half_of_the_run() -> None:
+def test_looks_are_rare_and_end_with_three_quarters_of_the_run() -> None:
     run = Played(watch(), lambda path: ([1.0 / (1.0 + path) + 0.01 * i for i in range(8)], 0.5))
     assert run.scales == [50.0]
     assert run.rule.over
@@ -94,9 +94,16 @@ def test_one_rise_is_no_verdict_and_neither_is_a_small_one() -> None:
     assert Played(watch(), once).scales == [50.0]
 
     def small(path: float) -> tuple[list[float], float]:
-        return [1.0 + (0.029 if path > 500 else 0.0)] * 8, 1.0 / (1.0 + path)
+        return [1.0 + (0.029 if path > 500 else 0.0)] * 8, 1.0 if path < 500 else 0.6
 
     assert Played(watch(), small).scales == [50.0]
+
+
+def test_training_examples_learnt_by_heart_are_overfitting_without_a_rise() -> None:
+    """The held-out loss stands still while the training loss falls by more than half."""
+    run = Played(watch(), lambda path: ([max(0.5, 2.0 - path / 500)] * 8, 500.0 / (500.0 + path)))
+    assert len(run.scales) >= 2
+    assert run.scales[1] < 10.0
 
 
 def test_noise_between_batches_is_no_rise() -> None:
@@ -104,7 +111,7 @@ def test_noise_between_batches_is_no_rise() -> None:
 
     def losses(path: float) -> tuple[list[float], float]:
         noise = [0.8, -0.6, 0.9, -0.7, 0.6, -0.5, 0.9, -0.6] if path > 500 else [0.0] * 8
-        return [1.0 + x for x in noise], 1.0 / (1.0 + path)
+        return [1.0 + x for x in noise], 1.0 if path < 500 else 0.6
 
     assert Played(watch(), losses).scales == [50.0]
 
@@ -133,21 +140,16 @@ def test_what_never_learns_is_taken_back_but_not_raised() -> None:
 
 
 def test_a_turn_that_is_seen_too_late_is_left() -> None:
-    """At 45 % of the run the turn is where the rest of the run would end at this very peak."""
-    rule = watch(1.0, begun=0)
-    for share in (0.9, 1.0):
-        while not rule.due:
-            rule.count(share)
-        rule.look([1.0] * 8, 1.0)
-    rule.path, rule.next = 400.0, 450
-    for loss, trained in ((0.5, 0.9), (0.6, 0.5), (0.7, 0.3)):
+    """After 600 steps at the peak the turn is found at 450: 400 are left, of a mean of a half, less
+    than half of that way."""
+    rule = Watch(total_steps=S, begun=0, mean=0.5, scale=1.0, before=BEFORE)
+    for step, loss, trained in ((350, 0.6, 1.0), (450, 0.5, 0.9), (550, 0.6, 0.5), (600, 0.7, 0.3)):
+        rule.next = step
         while not rule.due:
             rule.count(1.0)
-        rule.over = False
         assert rule.look([loss] * 8, trained) is None
-        rule.next = rule.step + 1
-        rule.over = False
-    assert "too late to start again" in rule.verdict
+    assert "lowest (0.5) at step 450, too late to start again" in rule.verdict
+    assert rule.over
 
 
 def test_without_a_training_loss_nothing_is_overfitted() -> None:
