@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,33 @@ class Guard:
             logger.info("watch, step %d: %s", step, verdict)
         self._publish(losses, step, verdict, seconds, back=scale is not None)
         return scale is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank; with the mark where a replica is one rank."""
+        whole = self.cycle.replicas.shard_size == 1
+        return {
+            "rule": self.watch.state_dict(),
+            "place": self.place,
+            "mark": self.mark_state() if whole else None,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], cycle: Round) -> Guard:
+        """Go on where another guard stopped."""
+        guard = cls(Watch.of_state(state["rule"]), cycle, None, state["place"])
+        guard.load_mark(state["mark"])
+        return guard
+
+    def mark_state(self) -> dict[str, Any] | None:
+        """This rank's part of the mark."""
+        return None if self.mark is None else self.mark.state_dict()
+
+    def load_mark(self, state: Mapping[str, Any] | None) -> None:
+        """Go back to that place from now on; None: there is none."""
+        self.mark = None
+        if state is not None:
+            self.mark = Mark.of_state(self.cycle.averaged, state)
+            self.mark.to_host()
 
     def _publish(
         self, losses: list[float], step: int, verdict: str, seconds: float, *, back: bool

@@ -75,6 +75,13 @@ class Mark:
             "scale": self.scale,
         }
 
+    @classmethod
+    def of_state(cls, averaged: Averaged, state: Mapping[str, Any]) -> Mark:
+        """What another mark of the same model was."""
+        mark = cls(averaged)
+        mark.load_state_dict(state)
+        return mark
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become another mark of the same model."""
         for mine, kept in zip(self.tensors, state["tensors"], strict=True):

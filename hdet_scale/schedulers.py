@@ -340,11 +340,16 @@ class Exploring:
 
     def mark_state(self) -> dict[str, Any] | None:
         """This rank's part of the mark, for a checkpoint of shards."""
-        return self._round.mark_state()
+        guard = self._search.guard if self._search is not None else None
+        return self._round.mark_state() if guard is None else guard.mark_state()
 
     def load_mark(self, state: Mapping[str, Any] | None) -> None:
         """After `load_state_dict`."""
-        self._round.load_mark(state)
+        guard = self._search.guard if self._search is not None else None
+        if guard is None:
+            self._round.load_mark(state)
+        else:
+            guard.load_mark(state)
 
     @property
     def stride(self) -> int:

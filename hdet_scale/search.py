@@ -308,28 +308,15 @@ class Search:
             "done": self.done,
             "played": self.played,
             "taken_back": self.taken_back,
-            "watch": None if self.guard is None else self._guarded(),
-        }
-
-    def _guarded(self) -> dict[str, Any]:
-        """Of whole replicas the mark is the same on every rank."""
-        guard, whole = self.guard, self.replicas.shard_size == 1
-        if guard is None:
-            raise RuntimeError("there is no watch to save")
-        mark = guard.mark.state_dict() if guard.mark is not None and whole else None
-        return {
-            "rule": guard.watch.state_dict(),
-            "place": guard.place,
-            "mark": mark,
+            "watch": None if self.guard is None else self.guard.state_dict(),
         }
 
     def replica_state_dict(self) -> dict[str, Any]:
         """This replica's own: the mark and the losses of the heat; and this rank's slices of a
         mark that is guarded, where replicas are sharded."""
-        mark = self._mark if self.step else None
+        kept = self._mark.state_dict() if self._mark is not None and self.step else None
         if self.guard is not None and self.replicas.shard_size > 1:
-            mark = self.guard.mark
-        kept = None if mark is None else mark.state_dict()
+            kept = self.guard.mark_state()
         return {"mark": kept, "losses": self.meter.state_dict(), "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -341,22 +328,12 @@ class Search:
             self.rule.load_state_dict(state["rule"])
             self.step, self.done = int(state["step"]), int(state["done"])
             self.played, self.taken_back = int(state["played"]), int(state.get("taken_back", 0))
+        watch = state.get("watch") if state is not None else None
+        self.guard = None if watch is None else Guard.of_state(watch, self.cycle)
         self._mark, self._orphan = None, self.active and self.step > 0
         self._first = math.nan
         self.meter.reset()
-        self.guard = None if state is None else self._loaded(state.get("watch"))
         self.switch("local" if self.active else self.cycle.config.gradients)
-
-    def _loaded(self, state: Mapping[str, Any] | None) -> Guard | None:
-        if state is None:
-            return None
-        mark = None if state["mark"] is None else self._read(state["mark"])
-        return Guard(Watch.of_state(state["rule"]), self.cycle, mark, state["place"])
-
-    def _read(self, state: Mapping[str, Any]) -> Mark:
-        mark = Mark(self.cycle.averaged)
-        mark.load_state_dict(state)
-        return mark
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
         """After `load_state_dict`."""
@@ -364,9 +341,7 @@ class Search:
         self._first = float(state["first"])
         if state["mark"] is None:
             return
-        mark = self._read(state["mark"])
         if self.guard is not None:
-            mark.to_host()
-            self.guard.mark = mark
+            self.guard.load_mark(state["mark"])
         else:
-            self._mark, self._orphan = mark, False
+            self._mark, self._orphan = Mark.of_state(self.cycle.averaged, state["mark"]), False

@@ -190,6 +190,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         if self.global_rank == 0:
             self._layout(apart).write(folder)
         state = client_state or {}
+        checkpoint.save_mark(folder, self.lr_scheduler)
         if apart:
             mine = checkpoint.place(self.replicas.rank)
             checkpoint.save_rank(folder / mine, self.round)
@@ -274,6 +275,8 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             self._place = None
         if own:
             checkpoint.load_rank(folder / checkpoint.place(self.replicas.rank), self.round)
+        if resume:
+            checkpoint.load_mark(folder, self.lr_scheduler)
         self.lr_scheduler._write()  # the optimizer's state brought another replica's rate
         return result  # type: ignore[no-any-return]
 

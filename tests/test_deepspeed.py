@@ -190,6 +190,31 @@ def test_after_a_race_the_run_is_plain_deepspeed(four: Fleet) -> None:
     assert rates[0] == pytest.approx(scale * runs.MAX_LR / 50 / 25)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_many_replicas_run_a_level_as_one_data_parallel_team(four: Fleet, stage: int) -> None:
+    out = run(four, runs.teams, stage)
+    for early, wanted, _ in out:
+        torch.testing.assert_close(early, wanted, rtol=1e-5, atol=1e-6)
+    assert runs.same(out[0][0], out[1][0])
+    assert runs.same(out[2][0], out[3][0])
+    assert not runs.same(out[0][0], out[2][0])
+    assert runs.same(*[end for *_, end in out]), "after the race gradients are those of all"
+
+
+@pytest.mark.parametrize(("stage", "shards"), [(1, 1), (3, 2)])
+def test_what_overfits_starts_again_and_a_checkpoint_keeps_the_mark(
+    four: Fleet, tmp_path: Path, stage: int, shards: int
+) -> None:
+    """Once for all where a replica is one rank; otherwise each shard's slices."""
+    for back, watched, equal, scales in run(four, runs.guarded, str(tmp_path), stage, shards):
+        assert back
+        assert watched
+        assert equal
+        assert scales[0] == scales[1]
+    files = sorted(p.name for p in tmp_path.glob("global_step*/mark_*.pt"))
+    assert files == ([] if shards == 1 else ["mark_00.pt", "mark_01.pt"])
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_race_in_fp16_goes_back_to_one_loss_scale(four: Fleet, stage: int) -> None:
     found = run(four, runs.raced_in_fp16, stage)

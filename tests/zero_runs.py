@@ -6,10 +6,12 @@ the one that is up.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -710,6 +712,95 @@ def raced(rank: int, size: int, stage: int) -> Any:
         pairs = zip(mine, model.parameters(), strict=True)
         distance = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return back, (step, found, run.scheduler.verdict, rates), distance
+
+
+def teams(rank: int, size: int, stage: int) -> Any:
+    """Four replicas and two levels: ranks 0 and 1 run one of them as one team, 2 and 3 the other;
+    five steps of each against torch's own AdamW on the batches of the team."""
+    prepare(rank, size)
+    config = settings(stage, "fp32", 1, rule="race", spread=0.0)
+    params = {"max_lr": MAX_LR, "total_steps": RACE_STEPS, "cycle_momentum": False}
+    config["scheduler"]["params"] = params
+    with mock.patch("hdet_scale.race.SIZE", 2):
+        run = Run(config)
+    run.scheduler.probe_with(common(run), run.model)
+    reference = network()
+    plain = torch.optim.AdamW(reference.parameters(), eps=1e-3)
+    first = rank // 2 * 2
+    for step in range(5):
+        plain.param_groups[0]["lr"] = run.scheduler.get_last_lr()[0]
+        run.train(step, step + 1)
+        drawn = [batch(step, part, mate) for part in range(PARTS) for mate in (first, first + 1)]
+        plain.zero_grad()
+        torch.stack([loss_of(reference, x, torch.float32) for x in drawn]).mean().backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+    early = run.parameters()
+    step = 5
+    while run.scheduler.searching:
+        run.train(step, step + 1)
+        step += 1
+    run.train(step, step + 3)
+    return early, [p.detach().clone() for p in reference.parameters()], run.parameters()
+
+
+GUARDED_STEPS = 1720
+"""About the shortest run that rule="auto" races in with two replicas."""
+
+
+def guarded(rank: int, size: int, home: str, stage: int, shards: int) -> Any:
+    """A run under a watch that overfits as soon as the weights are some way from their start; and
+    the same from a checkpoint after its first look."""
+    prepare(rank, size)
+    config = settings(stage, "bf16", shards, rule="auto", spread=0.0)
+    replicas = 4 // shards
+    total = GUARDED_STEPS if replicas == 2 else GUARDED_STEPS // 2
+    params = {"max_lr": 1e-4, "total_steps": total, "cycle_momentum": False}
+    config["scheduler"]["params"] = params
+    config["train_batch_size"] = MICRO * 4  # one part a step
+
+    def fresh() -> tuple[Run, Any]:
+        run = Run(config)
+        start = [m.detach().clone() for m in run.engine.partitions.masters()]
+
+        def gone() -> float:
+            masters = zip(run.engine.partitions.masters(), start, strict=True)
+            squares = torch.stack([(m.detach() - s).square().sum() for m, s in masters]).sum()
+            if run.engine.replicas.shard_group is not None:
+                dist.all_reduce(squares, group=run.engine.replicas.shard_group)
+            return float(squares) ** 0.5
+
+        def losses() -> Any:
+            far = 0.5 + math.log((gone() + 1e-3) / 0.3) ** 2
+            return (far + 0.01 * i for i in range(8))
+
+        run.scheduler.probe_with(losses, run.model)
+        return run, gone
+
+    def train(run: Run, gone: Any, first: int, until: Any) -> int:
+        step = first
+        while not until(step):
+            run.engine.backward(loss_of(run.engine, batch(step, 0, rank), run.dtype))
+            run.engine.step(lr_kwargs={"loss": 1.0 / (0.1 + gone())})
+            step += 1
+        return step
+
+    (run, gone), records = fresh(), []
+    run.scheduler.on_round(records.append)
+    start = held(run)
+    step = train(run, gone, 0, lambda _: records and records[-1].phase == "watch")
+    run.engine.save_checkpoint(home)
+    saved = step
+    step = train(run, gone, step, lambda _: records[-1].evidence["back"])
+    back = same(held(run), start)
+    end = step + 20
+    train(run, gone, step, lambda at: at == end)
+    again, gone = fresh()
+    again.engine.load_checkpoint(home)
+    watched = again.scheduler.watching
+    train(again, gone, saved, lambda at: at == end)
+    scales = [r.scheduler._round.steering.found[0] for r in (run, again)]
+    return back, watched, same(run.bits(), again.bits()), scales
 
 
 def raced_in_fp16(rank: int, size: int, stage: int) -> Any:
