@@ -165,8 +165,9 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         mean=statistics.fmean(scheduled(t, total) for t in range(total)),
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
+        contest=rule.contest,
     )
-    out, t = Guarded(0.0, rule.scale, 1, []), 0
+    out, t = Guarded(0.0, watch.scale, 1, []), 0
     model, batches = Stacked(task, weights(task, seed)), task.draw(seed, left)
     for batch in batches:
         share = scheduled(t, left)
@@ -178,8 +179,9 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
             continue
         out.looks += 1
         again = watch.look(probe(task, model.params, seed)[:, 0].tolist(), float(losses[0]))
-        if again is not None:
+        if watch.verdict not in ("", *out.verdicts):
             out.verdicts.append(watch.verdict)
+        if again is not None:
             out.scale, left, t = again, left - t, 0
             model = Stacked(task, weights(task, seed))
     out.loss = float(task.validate(model.params, VALIDATED)[0])

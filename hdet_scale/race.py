@@ -24,9 +24,12 @@ the larger batch of the run allows more, its longer horizon less.
 Do no harm. The learning rate given is a level of the race. What was found replaces it only if
 
 1. it beats it by more than the scatter of the levels around the parabola, and
-2. it is higher, or the best heat took off at least LEARNT of the loss it started from, or a heat
-   at the learning rate given diverged. Where nothing was learnt yet, the noise of an eighth of a
-   batch always speaks for less, and is no reason to go down.
+2. it is higher; or the best heat took off at least LEARNT of the loss it started from, and the
+   heat at the learning rate given stayed finite. Otherwise it is contested: where nothing was
+   learnt yet, the noise of an eighth of a batch always speaks for less; and a run's own batch and
+   longer warm-up may bear what a heat could not. The run then begins with the learning rate given
+   and decides (hdet_scale.watch). Where nobody watches (`settle`), less is taken only from one that
+   diverged.
 
 Pure: no torch, no process group. A heat costs the run 2 (K + 1) numbers whatever N is: counts and
 sums of the losses at each level, and of the loss before.
@@ -137,6 +140,9 @@ class Race:
         self.coarse: list[tuple[float, float]] = []
         """Offsets and losses of the first stage."""
         self.found = 0.0
+        self.contest: float | None = None
+        """Held-out loss that the run must come below at the learning rate given, to keep it;
+        None where what was found is not contested."""
         self.verdict = ""
         if idle:
             self.skip()
@@ -249,13 +255,25 @@ class Race:
         )
         if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
             return f"{ahead}: not enough, the schedule given stays"
-        if curve.minimum < 0.0 and self._learnt(min(losses)) < LEARNT and not self._diverged():
-            return (
-                f"{ahead}: but the best heat only came from a loss of {self.start.mean:.4g} to "
-                f"{min(losses):.4g}, too little to go down, the schedule given stays"
-            )
         self.found = curve.minimum
+        learnt = self._learnt(min(losses))
+        if curve.minimum < 0.0 and (learnt < LEARNT or self._diverged()):
+            self.contest = (self.start.mean + min(losses)) / 2
+            why = (
+                "the heat at the learning rate given diverged"
+                if learnt >= LEARNT
+                else f"the best heat only came from a loss of {self.start.mean:.4g} to "
+                f"{min(losses):.4g}"
+            )
+            return f"found {ahead}: but {why}, so that the run has to show it"
         return f"found {ahead}"
+
+    def settle(self) -> None:
+        """Decide what is contested without a run that shows it."""
+        contested, self.contest = self.contest is not None, None
+        if contested and not self._diverged():
+            self.found = 0.0
+            self.verdict += ": nobody looks, the schedule given stays"
 
     def _learnt(self, best: float) -> float:
         """Share of the first loss that is gone; 1 where that loss has no natural zero or is not
@@ -284,6 +302,7 @@ class Race:
             "start": [self.start.count, self.start.total],
             "coarse": [list(level) for level in self.coarse],
             "found": self.found,
+            "contest": self.contest,
             "verdict": self.verdict,
         }
 
@@ -296,6 +315,8 @@ class Race:
         self.start = Level(*map(float, state["start"]))
         self.coarse = [(float(x), float(y)) for x, y in state["coarse"]]
         self.found = float(state["found"])
+        contest = state.get("contest")
+        self.contest = None if contest is None else float(contest)
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:

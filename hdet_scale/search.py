@@ -218,7 +218,10 @@ class Search:
         levels, first = self._share(heat, mean_of(losses))
         values = [[p * m for m in heat.multipliers] for p in self.peaks]
         self._rewind()
-        verdict = self.rule.close(levels, first)
+        self.rule.close(levels, first)
+        if self.rule.over and not self._guarded:
+            self.rule.settle()
+        verdict = "" if self.rule.index else self.rule.verdict
         if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
             logger.info("race, step %d: %s", self.done, verdict)
         self._publish(heat.levels, levels, values, verdict, losses, seconds)
@@ -226,16 +229,26 @@ class Search:
             self._end()
 
     def _end(self) -> None:
-        self.cycle.find(self.rule.scale)
         self.guard = self._guard()
+        self.cycle.find(self._begins_with)
         self._mark, self._team = None, None
         self.switch(self.cycle.config.gradients)
 
-    def _guard(self) -> Guard | None:
-        """Of what was found, with rule="auto", a probe to look at, and replicas that stay equal."""
+    @property
+    def _guarded(self) -> bool:
+        """Whether somebody looks at the run: with rule="auto", a probe to look at, and replicas
+        that stay equal."""
         config = self.cycle.config
-        guarded = config.rule == "auto" and config.gradients == "shared" and self.rule.found != 0.0
-        if not guarded or self.probe is None:
+        return config.rule == "auto" and config.gradients == "shared" and self.probe is not None
+
+    @property
+    def _begins_with(self) -> float:
+        """The scale of the run's first step: what is contested has yet to be shown."""
+        return self.rule.scale if self.rule.contest is None else 1.0
+
+    def _guard(self) -> Guard | None:
+        """Of what was found, or is contested."""
+        if not self._guarded or self.probe is None or self.rule.found == 0.0:
             return None
         mark = self._mark or Mark(self.cycle.averaged)  # they are where they began
         mark.to_host()
@@ -245,8 +258,9 @@ class Search:
             mean=self.outline.mean,
             scale=self.rule.scale,
             before=look(self.probe, self.cycle)[0],
+            contest=self.rule.contest,
         )
-        return None if watch.over else Guard(watch, self.cycle, mark, self.place())
+        return Guard(watch, self.cycle, mark, self.place())
 
     def _own_losses(self) -> list[float]:
         """On the probe's batches; without a probe the mean training loss of the heat's end."""
@@ -285,7 +299,7 @@ class Search:
             step=self.done,
             losses=tuple(levels[k].mean for k in places),
             values={n: tuple(v) for n, v in zip(names, values, strict=True)},
-            bases={n: p * self.rule.scale for n, p in zip(names, self.peaks, strict=True)},
+            bases={n: p * self._begins_with for n, p in zip(names, self.peaks, strict=True)},
             velocities={},
             quarantined=(),
             seconds=0.0,

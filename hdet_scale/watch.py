@@ -23,6 +23,13 @@ loss of the step before it, sees overfitting in either of
 in a row are a verdict. Where the held-out loss is not finite any more, or LOST looks in a row were
 above the mark's and none below it, what was found is taken back, for the learning rate given.
 
+What a race found by going down may be contested (hdet_scale.race): where its heats hardly learnt,
+or could not bear the learning rate given. The run itself decides then, with its own batch and
+warm-up. It begins with the learning rate given. If the held-out loss at the first look after TRIED of the
+run is not below the middle between the mark's and that of the best heat, or before that is not
+finite or twice the mark's in PATIENCE looks, the run starts again with what was found. Otherwise it
+goes on, unwatched.
+
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
 training.
@@ -62,6 +69,8 @@ PATIENCE = 2
 """Looks in a row that are a verdict."""
 LOST = 4
 """The same where the loss has never been lower than at the mark."""
+TRIED = 0.06
+"""Share of the run that the learning rate given has to show itself."""
 
 
 class Watch:
@@ -72,13 +81,23 @@ class Watch:
     mean: m.
     scale: what the schedule is multiplied with, as the race found it.
     before: the losses at the mark, one a batch.
+    contest: the loss that the learning rate given must come below first; None where `scale` is not
+        contested.
     """
 
     def __init__(
-        self, *, total_steps: int, begun: int, mean: float, scale: float, before: Sequence[float]
+        self,
+        *,
+        total_steps: int,
+        begun: int,
+        mean: float,
+        scale: float,
+        before: Sequence[float],
+        contest: float | None = None,
     ) -> None:
-        self.total_steps, self.mean = total_steps, mean
-        self.begun, self.scale = begun, scale
+        self.total_steps, self.mean, self.begun = total_steps, mean, begun
+        self.found, self.contest = scale, contest
+        self.scale = scale if contest is None else 1.0
         self.before = [float(x) for x in before]
         self.verdict = ""
         self.over = False
@@ -110,16 +129,41 @@ class Watch:
         mean = statistics.fmean(losses)
         broken = not math.isfinite(mean)
         self.curve.append((self.step, self.path, math.inf if broken else mean))
+        if self.contest is not None:
+            return self._tried(mean, self.contest)
         if mean < statistics.fmean(self.best):
             self.best, self.trained, self.rises = [float(x) for x in losses], trained, 0
         else:
             worse = broken or self._overfits(losses, trained)
             self.rises = self.rises + 1 if worse else 0
-        self.next = max(self.step + 1, round(self.step * GROWTH))
-        self._end_in_time()
+        self._wait()
         if self.rises < (LOST if self._lost and not broken else PATIENCE):
             return None
         return self._taken_back() if self._lost or broken else self._shortened()
+
+    def _wait(self) -> None:
+        self.next = max(self.step + 1, round(self.step * GROWTH))
+        self._end_in_time()
+
+    def _tried(self, mean: float, contest: float) -> float | None:
+        """The learning rate given before what was found."""
+        before = statistics.fmean(self.before)
+        self.rises = 0 if mean < 2 * abs(before) else self.rises + 1
+        done = self.step >= TRIED * self.total_steps
+        told = f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
+        if done and mean < contest:
+            self.verdict = f"the learning rate given stays: {told}"
+            self.over = True
+            return None
+        if not done and self.rises < PATIENCE:
+            self._wait()
+            return None
+        self.scale, self.begun, self.contest = self.found, self.begun + self.step, None
+        self.verdict = (
+            f"{told}: the run starts again with {self.scale:.3g} x the learning rate given"
+        )
+        self._start(FIRST)
+        return self.scale
 
     @property
     def _lost(self) -> bool:
@@ -181,6 +225,8 @@ class Watch:
             "begun": self.begun,
             "mean": self.mean,
             "scale": self.scale,
+            "found": self.found,
+            "contest": self.contest,
             "before": list(self.before),
             "best": None if self._lost else list(self.best),
             "trained": self.trained,
@@ -200,9 +246,11 @@ class Watch:
             total_steps=int(state["total_steps"]),
             begun=int(state["begun"]),
             mean=float(state["mean"]),
-            scale=float(state["scale"]),
+            scale=float(state["found"]),
             before=state["before"],
+            contest=state["contest"],
         )
+        watch.scale = float(state["scale"])
         if state["best"] is not None:
             watch.best = [float(x) for x in state["best"]]
         watch.trained = float(state["trained"])

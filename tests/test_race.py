@@ -186,22 +186,41 @@ def played(first: float, loss: Callable[[float], float]) -> Race:
     return rule
 
 
-def test_where_nothing_was_learnt_it_does_not_go_down() -> None:
+def test_where_nothing_was_learnt_it_goes_down_only_if_the_run_shows_it() -> None:
     rule = played(2.31, plateau)
+    assert rule.scale == pytest.approx(0.05, rel=0.2)
+    assert rule.contest == pytest.approx((2.31 + 2.25) / 2, abs=0.01)
+    assert "only came from a loss of 2.31 to 2.25, so that the run has to show it" in rule.verdict
+    copied = Race(replicas=8, total_steps=S, adaptive=True)
+    copied.load_state_dict(rule.state_dict())
+    assert copied.contest == rule.contest
+    rule.settle()
     assert rule.scale == 1.0
-    assert "too little to go down" in rule.verdict
+    assert rule.contest is None
+    assert rule.verdict.endswith("nobody looks, the schedule given stays")
 
 
 def test_where_much_was_learnt_it_does() -> None:
-    assert played(5.0, plateau).scale == pytest.approx(0.05, rel=0.2)
+    rule = played(5.0, plateau)
+    assert rule.scale == pytest.approx(0.05, rel=0.2)
+    assert rule.contest is None
     assert played(math.nan, plateau).scale == pytest.approx(0.05, rel=0.2)
     assert played(-1.0, plateau).scale == pytest.approx(0.05, rel=0.2)
 
 
 def test_where_nothing_was_learnt_it_goes_up_and_away_from_what_diverges() -> None:
-    assert played(2.31, lambda x: plateau(x / 100)).scale == pytest.approx(5.0, rel=0.2)
-    assert played(2.31, lambda x: plateau(x * 30)).scale == 1.0, "a run's batch may bear it"
-    assert played(2.31, lambda x: plateau(x * 3000)).scale < 0.01
+    """What a run shows is in test_watch; here nobody looks."""
+    up = played(2.31, lambda x: plateau(x / 100))
+    assert up.contest is None
+    assert up.scale == pytest.approx(5.0, rel=0.2)
+    for first in (2.31, 5.0):
+        rule = played(first, lambda x: plateau(x * 3000))
+        assert rule.contest is not None, "its batch and warm-up may bear what a heat could not"
+        rule.settle()
+        assert rule.scale < 0.01
+    rule = played(2.31, lambda x: plateau(x * 30))
+    rule.settle()
+    assert rule.scale == 1.0, "bad, but finite"
 
 
 def test_a_state_of_another_race_is_refused_until_it_is_over() -> None:
