@@ -25,10 +25,10 @@ above the mark's and none below it, what was found is taken back, for the learni
 
 What a race found by going down may be contested (hdet_scale.race): where its heats hardly learnt,
 or could not bear the learning rate given. The run itself decides then, with its own batch and
-warm-up. It begins with the learning rate given. If the held-out loss at the first look after TRIED of the
-run is not below the middle between the mark's and that of the best heat, or before that is not
-finite or twice the mark's in PATIENCE looks, the run starts again with what was found. Otherwise it
-goes on, unwatched.
+warm-up. It begins with the learning rate given. If the held-out loss at the first look after TRIED
+of the run is not below the middle between the mark's and that of the best heat, or before that is
+not finite or twice the mark's in PATIENCE looks, the run starts again with what was found.
+Otherwise it goes on, unwatched.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain

@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -243,6 +244,32 @@ def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: st
         for whole, again, watched in pair.run(_interrupted, kind, moment, own):
             assert watched
             assert whole == again
+
+
+def _contested(rank: int, size: int, lr: float) -> Any:
+    """Every way down is contested here; from far too high the run itself must take it."""
+    with mock.patch("hdet_scale.race.LEARNT", 2.0), mock.patch("tests.test_guard.LR", lr):
+        run = Run(rank)
+        run.begin()
+        found, raced = run.scheduler._search.rule.scale, run.step
+        first = run.scheduler._round.steering.found[0]
+        said = run.scheduler.verdict
+        run.train(raced + 200)
+    rates = run.rates[raced], run.scheduler._round.steering.found[0]
+    return found, first, said, rates, run.backs, run.scheduler.watching, parameters(run.model)
+
+
+def test_a_way_down_that_is_contested_is_taken_by_the_run_itself(pair: Fleet) -> None:
+    one, two = pair.run(_contested, 300.0)
+    found, first, said, (rate, now), backs, watching, _ = one
+    assert found < 0.1
+    assert first == 1.0
+    assert "the run has to show it" in said
+    assert rate == pytest.approx(300.0 / 25), "the schedule given"
+    assert len(backs) == 1
+    assert now == found
+    assert watching
+    assert same(one[-1], two[-1])
 
 
 def _not_guarded(rank: int, size: int, why: str) -> Any:

@@ -157,6 +157,52 @@ def test_without_a_training_loss_nothing_is_overfitted() -> None:
     assert run.scales == [50.0]
 
 
+def contested(contest: float = 2.0) -> Watch:
+    return Watch(
+        total_steps=S, begun=70, mean=0.5, scale=0.1, before=BEFORE, contest=contest
+    )  # fmt: skip
+
+
+def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_given() -> None:
+    rule = contested()
+    assert rule.scale == 1.0
+    run = Played(rule, lambda path: ([2.3 / (1.0 + path / 50)] * 8, 1.0))
+    assert run.scales == [1.0]
+    assert rule.verdict.startswith("the learning rate given stays: the held-out loss is")
+    assert max(run.looks) - 70 < 0.1 * S, "and nobody looks after it"
+
+
+@pytest.mark.parametrize(("loss", "steps"), [(2.1, 81), (40.0, 20), (math.nan, 20), (math.inf, 20)])
+def test_what_is_contested_is_taken_where_the_run_does_not(loss: float, steps: int) -> None:
+    """At once where it breaks; otherwise after 6 % of the run."""
+    rule = contested()
+
+    def losses(path: float) -> tuple[list[float], float]:
+        return ([loss] * 8 if rule.contest is not None else [1.0 / (1.0 + path)] * 8), 1.0
+
+    run = Played(rule, losses)
+    assert run.scales == [1.0, 0.1]
+    assert "the run starts again with 0.1 x the learning rate given" in rule.verdict
+    assert rule.begun <= 70 + steps
+    assert rule.over
+    assert len(run.looks) > 12, "what was found is watched like any other"
+
+
+@pytest.mark.parametrize("moment", [10, 30, 60, 200])
+def test_a_contest_goes_on_where_it_was_interrupted(moment: int) -> None:
+    def run(rule: Watch, first: int, last: int) -> Watch:
+        for _ in range(first, last):
+            rule.count(0.7)
+            if rule.due:
+                rule.look([2.2 if rule.contest is not None else 1.0 / rule.path] * 8, 1.0)
+        return rule
+
+    whole = run(contested(), 0, moment)
+    again = Watch.of_state(copy.deepcopy(whole.state_dict()))
+    assert run(whole, moment, S).state_dict() == run(again, moment, S).state_dict()
+    assert whole.scale == 0.1
+
+
 @pytest.mark.parametrize("moment", [1, 16, 100, 160, 161, 300, 480, 900])
 def test_it_goes_on_where_it_was_interrupted(moment: int) -> None:
     def run(rule: Watch, first: int, last: int) -> Watch:
