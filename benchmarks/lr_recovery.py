@@ -165,7 +165,8 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         mean=statistics.fmean(scheduled(t, total) for t in range(total)),
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
-        contest=rule.contest,
+        promise=rule.promise,
+        contested=rule.contested,
     )
     out, t = Guarded(0.0, watch.scale, 1, []), 0
     model, batches = Stacked(task, weights(task, seed)), task.draw(seed, left)

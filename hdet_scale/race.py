@@ -140,9 +140,10 @@ class Race:
         self.coarse: list[tuple[float, float]] = []
         """Offsets and losses of the first stage."""
         self.found = 0.0
-        self.contest: float | None = None
-        """Held-out loss that the run must come below at the learning rate given, to keep it;
-        None where what was found is not contested."""
+        self.promise = math.inf
+        """Held-out loss that a run must soon come below."""
+        self.contested = False
+        """True where a run must show first that the learning rate given does not."""
         self.verdict = ""
         if idle:
             self.skip()
@@ -256,21 +257,23 @@ class Race:
         if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
             return f"{ahead}: not enough, the schedule given stays"
         self.found = curve.minimum
-        learnt = self._learnt(min(losses))
-        if curve.minimum < 0.0 and (learnt < LEARNT or self._diverged()):
-            self.contest = (self.start.mean + min(losses)) / 2
-            why = (
-                "the heat at the learning rate given diverged"
-                if learnt >= LEARNT
-                else f"the best heat only came from a loss of {self.start.mean:.4g} to "
-                f"{min(losses):.4g}"
-            )
-            return f"found {ahead}: but {why}, so that the run has to show it"
-        return f"found {ahead}"
+        learnt = self._learnt(min(losses)) >= LEARNT
+        self.contested = curve.minimum < 0.0 and not (learnt and not self._diverged())
+        if learnt or self.contested:
+            self.promise = (self.start.mean + min(losses)) / 2
+        if not self.contested:
+            return f"found {ahead}"
+        why = (
+            "the heat at the learning rate given diverged"
+            if learnt
+            else f"the best heat only came from a loss of {self.start.mean:.4g} to "
+            f"{min(losses):.4g}"
+        )
+        return f"found {ahead}: but {why}, so that the run has to show it"
 
     def settle(self) -> None:
         """Decide what is contested without a run that shows it."""
-        contested, self.contest = self.contest is not None, None
+        contested, self.contested = self.contested, False
         if contested and not self._diverged():
             self.found = 0.0
             self.verdict += ": nobody looks, the schedule given stays"
@@ -302,7 +305,8 @@ class Race:
             "start": [self.start.count, self.start.total],
             "coarse": [list(level) for level in self.coarse],
             "found": self.found,
-            "contest": self.contest,
+            "promise": self.promise,
+            "contested": self.contested,
             "verdict": self.verdict,
         }
 
@@ -315,8 +319,8 @@ class Race:
         self.start = Level(*map(float, state["start"]))
         self.coarse = [(float(x), float(y)) for x, y in state["coarse"]]
         self.found = float(state["found"])
-        contest = state.get("contest")
-        self.contest = None if contest is None else float(contest)
+        self.promise = float(state.get("promise", math.inf))
+        self.contested = bool(state.get("contested", False))
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:

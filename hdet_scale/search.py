@@ -244,7 +244,7 @@ class Search:
     @property
     def _begins_with(self) -> float:
         """The scale of the run's first step: what is contested has yet to be shown."""
-        return self.rule.scale if self.rule.contest is None else 1.0
+        return 1.0 if self.rule.contested else self.rule.scale
 
     def _guard(self) -> Guard | None:
         """Of what was found, or is contested."""
@@ -258,7 +258,8 @@ class Search:
             mean=self.outline.mean,
             scale=self.rule.scale,
             before=look(self.probe, self.cycle)[0],
-            contest=self.rule.contest,
+            promise=self.rule.promise,
+            contested=self.rule.contested,
         )
         return Guard(watch, self.cycle, mark, self.place())
 

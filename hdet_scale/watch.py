@@ -20,15 +20,17 @@ loss of the step before it, sees overfitting in either of
     memorising      held-out no lower, training below what it was then by MEMORISED of it
 
 (a learning rate at the edge of stability makes both rise, and both fall again). PATIENCE such looks
-in a row are a verdict. Where the held-out loss is not finite any more, or LOST looks in a row were
-above the mark's and none below it, what was found is taken back, for the learning rate given.
+in a row are a verdict.
+
+A start is on trial until TRIED of the schedule's whole path. It fails where the held-out loss is
+then not below what the race promised, the middle between the mark's and that of the best heat; or
+before, in PATIENCE looks, not below BROKEN times the mark's. The run then starts again with a
+quarter of what was found, at least the learning rate given.
 
 What a race found by going down may be contested (hdet_scale.race): where its heats hardly learnt,
 or could not bear the learning rate given. The run itself decides then, with its own batch and
-warm-up. It begins with the learning rate given. If the held-out loss at the first look after TRIED
-of the run is not below the middle between the mark's and that of the best heat, or before that is
-not finite or twice the mark's in PATIENCE looks, the run starts again with what was found.
-Otherwise it goes on, unwatched.
+warm-up: the learning rate given is on trial first. If it passes it stays, unwatched; if it fails,
+what was found is next.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
@@ -67,10 +69,12 @@ MEMORISED = 0.5
 """The same where the held-out loss has not risen, but does not fall."""
 PATIENCE = 2
 """Looks in a row that are a verdict."""
-LOST = 4
-"""The same where the loss has never been lower than at the mark."""
-TRIED = 0.06
-"""Share of the run that the learning rate given has to show itself."""
+TRIED = 0.1
+"""Share of the schedule's path after which a start must have come below what was promised."""
+BROKEN = 2.0
+"""Times the loss at the mark."""
+STEP_BACK = 4.0
+"""What a scale that failed is divided by."""
 
 
 class Watch:
@@ -81,8 +85,8 @@ class Watch:
     mean: m.
     scale: what the schedule is multiplied with, as the race found it.
     before: the losses at the mark, one a batch.
-    contest: the loss that the learning rate given must come below first; None where `scale` is not
-        contested.
+    promise: the held-out loss that a start must come below; infinite where nothing was promised.
+    contested: True where the learning rate given is on trial first.
     """
 
     def __init__(
@@ -93,18 +97,20 @@ class Watch:
         mean: float,
         scale: float,
         before: Sequence[float],
-        contest: float | None = None,
+        promise: float = math.inf,
+        contested: bool = False,
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
-        self.found, self.contest = scale, contest
-        self.scale = scale if contest is None else 1.0
+        self.found, self.promise, self.contested = scale, promise, contested
+        self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""
         self.over = False
         self._start(FIRST)
 
     def _start(self, share: float) -> None:
-        self.step, self.path, self.rises = 0, 0.0, 0
+        self.step, self.path, self.rises, self.breaks = 0, 0.0, 0, 0
+        self.tried = False
         self.next = max(2, round(share * self.total_steps))
         self.curve: list[tuple[int, float, float]] = []
         self.best, self.trained = self.before, math.inf
@@ -127,53 +133,61 @@ class Watch:
         """Take in the held-out loss of each batch, and the training loss of the step before; the
         scale to start again with, or None to go on."""
         mean = statistics.fmean(losses)
-        broken = not math.isfinite(mean)
-        self.curve.append((self.step, self.path, math.inf if broken else mean))
-        if self.contest is not None:
-            return self._tried(mean, self.contest)
-        if mean < statistics.fmean(self.best):
-            self.best, self.trained, self.rises = [float(x) for x in losses], trained, 0
-        else:
-            worse = broken or self._overfits(losses, trained)
-            self.rises = self.rises + 1 if worse else 0
-        self._wait()
-        if self.rises < (LOST if self._lost and not broken else PATIENCE):
-            return None
-        return self._taken_back() if self._lost or broken else self._shortened()
-
-    def _wait(self) -> None:
+        self.curve.append((self.step, self.path, mean if math.isfinite(mean) else math.inf))
         self.next = max(self.step + 1, round(self.step * GROWTH))
         self._end_in_time()
+        if self._fails(mean):
+            return self._step_back(mean)
+        if self.contested:
+            return None
+        if mean < statistics.fmean(self.best):
+            self.best, self.trained, self.rises = [float(x) for x in losses], trained, 0
+        elif math.isfinite(mean):
+            self.rises = self.rises + 1 if self._overfits(losses, trained) else 0
+        return None if self.rises < PATIENCE else self._shortened()
 
-    def _tried(self, mean: float, contest: float) -> float | None:
-        """The learning rate given before what was found."""
+    # -- a start on trial -----------------------------------------------------------------------
+
+    def _fails(self, mean: float) -> bool:
+        before = abs(statistics.fmean(self.before))
+        self.breaks = 0 if mean < BROKEN * before else self.breaks + 1
+        if self.breaks >= PATIENCE:
+            return True
+        if self.tried or self.path < TRIED * self.mean * self.total_steps:
+            return False
+        self.tried = True
+        kept = mean < self.promise
+        if kept and self.contested:
+            self.verdict = f"the learning rate given stays: {self._told(mean)}"
+            self.over = True
+        return not kept
+
+    def _told(self, mean: float) -> str:
         before = statistics.fmean(self.before)
-        self.rises = 0 if mean < 2 * abs(before) else self.rises + 1
-        done = self.step >= TRIED * self.total_steps
-        told = f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
-        if done and mean < contest:
-            self.verdict = f"the learning rate given stays: {told}"
+        return f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
+
+    def _step_back(self, mean: float) -> float | None:
+        told = self._told(mean)
+        if not self.contested and self.scale <= 1.0:
+            self.verdict = f"{told}, at a learning rate that is not above the one given"
             self.over = True
             return None
-        if not done and self.rises < PATIENCE:
-            self._wait()
-            return None
-        self.scale, self.begun, self.contest = self.found, self.begun + self.step, None
+        self.scale = self.found if self.contested else max(1.0, self.scale / STEP_BACK)
+        self.contested = False
         self.verdict = (
             f"{told}: the run starts again with {self.scale:.3g} x the learning rate given"
         )
+        self.begun += self.step
         self._start(FIRST)
+        self.over = self.over or self.scale == 1.0  # the user's own
         return self.scale
 
-    @property
-    def _lost(self) -> bool:
-        """True where no look was better than the mark."""
-        return self.best is self.before
+    # -- what overfits --------------------------------------------------------------------------
 
     def _overfits(self, losses: Sequence[float], trained: float) -> bool:
         known = self.trained and math.isfinite(self.trained)
         fallen = (self.trained - trained) / abs(self.trained) if known else 0.0
-        return fallen > MEMORISED or (self._rose(losses) and (self._lost or fallen > LEARNT))
+        return fallen > MEMORISED or (fallen > LEARNT and self._rose(losses))
 
     def _rose(self, losses: Sequence[float]) -> bool:
         rises = [x - y for x, y in zip(losses, self.best, strict=True)]
@@ -199,22 +213,8 @@ class Watch:
         )
         self.scale, self.begun = scale, begun
         self._start(AGAIN)
+        self.tried = True  # it has learnt before
         return scale
-
-    def _taken_back(self) -> float | None:
-        self.over = True
-        lost = self.curve[-1][2] < math.inf
-        told = (
-            f"the held-out loss never fell below {statistics.fmean(self.before):.4g}"
-            if lost
-            else "the held-out loss is not finite any more"
-        )
-        if self.scale <= 1.0:
-            self.verdict = f"{told}, at a learning rate that is not above the one given"
-            return None
-        self.verdict = f"{told}: the run starts again with the learning rate given"
-        self.scale = 1.0
-        return 1.0
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -226,14 +226,17 @@ class Watch:
             "mean": self.mean,
             "scale": self.scale,
             "found": self.found,
-            "contest": self.contest,
+            "promise": self.promise,
+            "contested": self.contested,
             "before": list(self.before),
-            "best": None if self._lost else list(self.best),
+            "best": list(self.best),
             "trained": self.trained,
             "curve": [list(point) for point in self.curve],
             "step": self.step,
             "path": self.path,
             "rises": self.rises,
+            "breaks": self.breaks,
+            "tried": self.tried,
             "next": self.next,
             "over": self.over,
             "verdict": self.verdict,
@@ -248,14 +251,15 @@ class Watch:
             mean=float(state["mean"]),
             scale=float(state["found"]),
             before=state["before"],
-            contest=state["contest"],
+            promise=float(state["promise"]),
+            contested=bool(state["contested"]),
         )
         watch.scale = float(state["scale"])
-        if state["best"] is not None:
-            watch.best = [float(x) for x in state["best"]]
+        watch.best = [float(x) for x in state["best"]]
         watch.trained = float(state["trained"])
         watch.curve = [(int(t), float(x), float(y)) for t, x, y in state["curve"]]
         watch.step, watch.path = int(state["step"]), float(state["path"])
         watch.rises, watch.next = int(state["rises"]), int(state["next"])
+        watch.breaks, watch.tried = int(state["breaks"]), bool(state["tried"])
         watch.over, watch.verdict = bool(state["over"]), str(state["verdict"])
         return watch

@@ -189,21 +189,23 @@ def played(first: float, loss: Callable[[float], float]) -> Race:
 def test_where_nothing_was_learnt_it_goes_down_only_if_the_run_shows_it() -> None:
     rule = played(2.31, plateau)
     assert rule.scale == pytest.approx(0.05, rel=0.2)
-    assert rule.contest == pytest.approx((2.31 + 2.25) / 2, abs=0.01)
+    assert rule.contested
+    assert rule.promise == pytest.approx((2.31 + 2.25) / 2, abs=0.01)
     assert "only came from a loss of 2.31 to 2.25, so that the run has to show it" in rule.verdict
     copied = Race(replicas=8, total_steps=S, adaptive=True)
     copied.load_state_dict(rule.state_dict())
-    assert copied.contest == rule.contest
+    assert (copied.contested, copied.promise) == (True, rule.promise)
     rule.settle()
     assert rule.scale == 1.0
-    assert rule.contest is None
+    assert not rule.contested
     assert rule.verdict.endswith("nobody looks, the schedule given stays")
 
 
 def test_where_much_was_learnt_it_does() -> None:
     rule = played(5.0, plateau)
     assert rule.scale == pytest.approx(0.05, rel=0.2)
-    assert rule.contest is None
+    assert not rule.contested
+    assert rule.promise == pytest.approx((5.0 + 2.25) / 2, abs=0.01)
     assert played(math.nan, plateau).scale == pytest.approx(0.05, rel=0.2)
     assert played(-1.0, plateau).scale == pytest.approx(0.05, rel=0.2)
 
@@ -211,11 +213,12 @@ def test_where_much_was_learnt_it_does() -> None:
 def test_where_nothing_was_learnt_it_goes_up_and_away_from_what_diverges() -> None:
     """What a run shows is in test_watch; here nobody looks."""
     up = played(2.31, lambda x: plateau(x / 100))
-    assert up.contest is None
+    assert not up.contested
+    assert up.promise == math.inf, "hardly anything was learnt"
     assert up.scale == pytest.approx(5.0, rel=0.2)
     for first in (2.31, 5.0):
         rule = played(first, lambda x: plateau(x * 3000))
-        assert rule.contest is not None, "its batch and warm-up may bear what a heat could not"
+        assert rule.contested, "its batch and warm-up may bear what a heat could not"
         rule.settle()
         assert rule.scale < 0.01
     rule = played(2.31, lambda x: plateau(x * 30))

@@ -116,27 +116,38 @@ def test_noise_between_batches_is_no_rise() -> None:
     assert Played(watch(), losses).scales == [50.0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_diverges_is_taken_back(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 40.0])
+def test_what_breaks_is_divided_until_it_holds(bad: float) -> None:
+    rule = watch()
+
     def losses(path: float) -> tuple[list[float], float]:
-        return ([bad] * 8, bad) if path > 3000 else ([1.0] * 8, 1.0)
+        return ([bad] * 8, bad) if rule.scale > 10 and path > 300 else ([1.0 / (1.0 + path)] * 8, 1)
 
-    run = Played(watch(), losses)
-    assert run.scales == [50.0, 1.0]
-    assert "not finite any more: the run starts again with the learning rate given" in (
-        run.rule.verdict
-    )
-    assert run.rule.over
+    run = Played(rule, losses)
+    assert run.scales == [50.0, 12.5, 3.125]
+    assert "the run starts again with 3.12 x the learning rate given" in rule.verdict
+    assert rule.over
 
 
-def test_what_never_learns_is_taken_back_but_not_raised() -> None:
+@pytest.mark.parametrize("promise", [math.inf, 1.0])
+def test_what_does_not_keep_its_promise_is_divided(promise: float) -> None:
+    """A dead network: finite, even a little below where it began, and the heats did better."""
+
     def losses(_: float) -> tuple[list[float], float]:
-        return [x + 1.0 for x in BEFORE], 9.0
+        return [x - 0.1 for x in BEFORE], 2.3
 
-    assert Played(watch(50.0), losses).scales == [50.0, 1.0]
-    low = Played(watch(0.1), losses)
-    assert low.scales == [0.1]
-    assert "not above the one given" in low.rule.verdict
+    rule = Watch(
+        total_steps=S, begun=70, mean=0.5, scale=8.0, before=BEFORE, promise=promise
+    )  # fmt: skip
+    run = Played(rule, losses)
+    assert run.scales == ([8.0] if promise > 2.3 else [8.0, 2.0, 1.0])
+    assert rule.over
+
+
+def test_what_is_not_above_the_learning_rate_given_is_never_raised() -> None:
+    run = Played(watch(0.1), lambda _: ([x + 10.0 for x in BEFORE], 9.0))
+    assert run.scales == [0.1]
+    assert "not above the one given" in run.rule.verdict
 
 
 def test_a_turn_that_is_seen_too_late_is_left() -> None:
@@ -157,10 +168,10 @@ def test_without_a_training_loss_nothing_is_overfitted() -> None:
     assert run.scales == [50.0]
 
 
-def contested(contest: float = 2.0) -> Watch:
+def contested() -> Watch:
     return Watch(
-        total_steps=S, begun=70, mean=0.5, scale=0.1, before=BEFORE, contest=contest
-    )  # fmt: skip
+        total_steps=S, begun=70, mean=0.5, scale=0.1, before=BEFORE, promise=2.0, contested=True
+    )
 
 
 def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_given() -> None:
@@ -174,11 +185,11 @@ def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_g
 
 @pytest.mark.parametrize(("loss", "steps"), [(2.1, 81), (40.0, 20), (math.nan, 20), (math.inf, 20)])
 def test_what_is_contested_is_taken_where_the_run_does_not(loss: float, steps: int) -> None:
-    """At once where it breaks; otherwise after 6 % of the run."""
+    """At once where it breaks; otherwise after a tenth of the path."""
     rule = contested()
 
     def losses(path: float) -> tuple[list[float], float]:
-        return ([loss] * 8 if rule.contest is not None else [1.0 / (1.0 + path)] * 8), 1.0
+        return ([loss] * 8 if rule.contested else [1.0 / (1.0 + path)] * 8), 1.0
 
     run = Played(rule, losses)
     assert run.scales == [1.0, 0.1]
@@ -194,7 +205,7 @@ def test_a_contest_goes_on_where_it_was_interrupted(moment: int) -> None:
         for _ in range(first, last):
             rule.count(0.7)
             if rule.due:
-                rule.look([2.2 if rule.contest is not None else 1.0 / rule.path] * 8, 1.0)
+                rule.look([2.2 if rule.contested else 1.0 / rule.path] * 8, 1.0)
         return rule
 
     whole = run(contested(), 0, moment)
