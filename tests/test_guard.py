@@ -254,7 +254,7 @@ def _contested(rank: int, size: int, lr: float) -> Any:
         found, raced = run.scheduler._search.rule.scale, run.step
         first = run.scheduler._round.steering.found[0]
         said = run.scheduler.verdict
-        run.train(raced + 200)
+        run.train(raced + 500)
     rates = run.rates[raced], run.scheduler._round.steering.found[0]
     return found, first, said, rates, run.backs, run.scheduler.watching, parameters(run.model)
 
