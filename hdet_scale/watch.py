@@ -69,7 +69,7 @@ MEMORISED = 0.5
 """The same where the held-out loss has not risen, but does not fall."""
 PATIENCE = 2
 """Looks in a row that are a verdict."""
-TRIED = 0.1
+TRIED = 0.05
 """Share of the schedule's path after which a start must have come below what was promised."""
 BROKEN = 2.0
 """Times the loss at the mark."""

@@ -260,13 +260,13 @@ def _contested(rank: int, size: int, lr: float) -> Any:
 
 
 def test_a_way_down_that_is_contested_is_taken_by_the_run_itself(pair: Fleet) -> None:
-    one, two = pair.run(_contested, 300.0)
+    one, two = pair.run(_contested, 3.0)
     found, first, said, (rate, now), backs, watching, _ = one
     assert found < 0.1
     assert first == 1.0
     assert "the run has to show it" in said
-    assert rate == pytest.approx(300.0 / 25), "the schedule given"
-    assert len(backs) == 1
+    assert rate == pytest.approx(3.0 / 25), "the schedule given"
+    assert backs
     assert now == found
     assert watching
     assert same(one[-1], two[-1])

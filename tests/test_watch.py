@@ -185,7 +185,7 @@ def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_g
 
 @pytest.mark.parametrize(("loss", "steps"), [(2.1, 81), (40.0, 20), (math.nan, 20), (math.inf, 20)])
 def test_what_is_contested_is_taken_where_the_run_does_not(loss: float, steps: int) -> None:
-    """At once where it breaks; otherwise after a tenth of the path."""
+    """At once where it breaks; otherwise after a twentieth of the path."""
     rule = contested()
 
     def losses(path: float) -> tuple[list[float], float]:
