@@ -134,6 +134,7 @@ def look(
     NaN where none has: the same on every rank. Collective."""
     where, device = cycle.replicas, cycle.averaged.parameters()[0].device
     drawn = probe.parts(where.rank, where.size)
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
     told = [0.0, 0.0] if loss is None else [float(loss), 1.0]
     own = where.shard_means([*drawn.values(), *told], device)
     count, total = [0.0] * probe.limit, [0.0] * probe.limit

@@ -27,7 +27,7 @@ class Mark:
         self.tensors = [_copy(t) for t in self._targets()]
         state = averaged.optimizer.state
         self.state = [_copied(state[p]) if p in state else None for p in self._params()]
-        self.counts = [g.get("step") for g in averaged.optimizer.param_groups]
+        self.options = [_options(g) for g in averaged.optimizer.param_groups]
         self.scale = averaged.scale_state()
 
     def _params(self) -> list[Tensor]:
@@ -49,11 +49,11 @@ class Mark:
                 optimizer.state.pop(p, None)
             else:
                 _put_back(optimizer.state[p], kept_state, p.device)
-        for group, count in zip(optimizer.param_groups, self.counts, strict=True):
-            if count is not None:
-                group["step"] = count
-            else:
-                group.pop("step", None)
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            # Some optimizers count there: steps, Schedule-Free the weights of its average.
+            for name in [k for k in _options(group) if k not in options]:
+                del group[name]
+            group.update(options)
         # Replicas with loss scales of their own would share gradients of different sizes.
         self.averaged.load_scale_state(self.scale)
         self.averaged.refresh()
@@ -71,7 +71,7 @@ class Mark:
         return {
             "tensors": self.tensors,
             "state": self.state,
-            "counts": self.counts,
+            "options": self.options,
             "scale": self.scale,
         }
 
@@ -86,8 +86,18 @@ class Mark:
         """Become another mark of the same model."""
         for mine, kept in zip(self.tensors, state["tensors"], strict=True):
             mine.copy_(kept)
-        self.state, self.counts = list(state["state"]), list(state["counts"])
+        self.state, self.options = list(state["state"]), list(state["options"])
         self.scale = dict(state["scale"])
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer may change of a param group by itself: no tensors, not the learning rate,
+    which is the schedule's."""
+    return {
+        k: v
+        for k, v in group.items()
+        if k not in ("params", "lr") and not isinstance(v, Tensor | list)
+    }
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def test_after_a_race_the_run_is_plain_deepspeed(four: Fleet) -> None:
         assert told == found[0][1]
         assert distance <= 1e-6
     steps, scale, verdict, rates = found[0][1]
-    assert steps == 44
+    assert steps == 36
     assert verdict.startswith("found")
     assert scale > 2
     assert rates[0] == pytest.approx(scale * runs.MAX_LR / 50 / 25)

@@ -666,7 +666,7 @@ def same(*lists: list[Tensor]) -> bool:
 
 
 RACE_STEPS = 600
-"""About the shortest run that two replicas can race in: heats of 4 and 7 steps."""
+"""About the shortest run that two replicas can race in: heats of 4 and 5 steps."""
 
 
 def racing(stage: int, dtype: str = "fp32", total: int = RACE_STEPS) -> Run:
