@@ -140,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"written": str(out), "steps": found["steps"], "run": found["run"]}))
     else:
         if found["race"]:
-            print(
-                f"{found['race']} steps of the search are left out: the schedule began after them"
-            )
+            print(f"{found['race']} steps of a search are left out: the schedule began after them")
         for name, values in found["bases"].items():
             print(f"{name}: {len(values)} steps, {max(values):.3g} at most, {values[-1]:.3g} last")
         print(f"{out}   ReplayLR(optimizer, {str(out)!r})")

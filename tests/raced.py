@@ -1,30 +1,66 @@
-"""Raced: a real run with a race before it, on one process, and its log."""
+"""Raced: a real run with a race before it, on one process, and its log; a world that overfits."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 from torch.optim import AdamW
 
 from hdet_scale import OneCycleAutoLR
+from hdet_scale.converge import local
 from hdet_scale.runlog import RunLog
 from tests.toy import learn, toy
 
-STEPS, EVERY = 1200, 10
+STEPS, EVERY = 1600, 10
+TURN = 0.3
 GIVEN = (1e-5, 2e-5)
 
 
-def raced(folder: Path, *, stop: int = STEPS) -> Any:
+class Way:
+    """How far the weights have come, and losses that depend on nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.start = model, [local(p).detach().clone() for p in model.parameters()]
+        self.looked = 0
+
+    def gone(self) -> float:
+        squares = [
+            (local(p).detach() - s).square().sum()
+            for p, s in zip(self.model.parameters(), self.start, strict=True)
+        ]
+        return math.sqrt(float(torch.stack(squares).sum()))
+
+    def losses(self, part: int = 0, parts: int = 1) -> Any:
+        self.looked += 1
+        held = 0.5 + math.log((self.gone() + 1e-3) / TURN) ** 2
+        return (held + 0.01 * i for i in range(part, 8, parts))
+
+    def trained(self) -> float:
+        return 1.0 / (0.1 + self.gone())
+
+
+def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
     """Two param groups, one twice as fast; the scheduler."""
     torch.manual_seed(0)
     model = toy(wrap=False)
     parts = list(model.parameters())
     optimizer = AdamW([{"params": parts[:2]}, {"params": parts[2:]}])
-    scheduler = OneCycleAutoLR(
-        optimizer, list(GIVEN), STEPS, rule="race", model=model, cycle_momentum=False
-    )
+    way = Way(model) if overfits else None
+    with mock.patch("hdet_scale.schedulers.ENOUGH", 5):
+        scheduler = OneCycleAutoLR(
+            optimizer,
+            list(GIVEN),
+            STEPS,
+            rule="race" if way is None else "auto",
+            model=model,
+            cycle_momentum=False,
+            probe=None if way is None else way.losses,
+        )
     bases: list[list[float]] = []
     with RunLog(folder) as log:
         log.begin({"engine": "ddp", "size": "toy", "replicas": 1, **scheduler.race_told})
@@ -32,7 +68,7 @@ def raced(folder: Path, *, stop: int = STEPS) -> Any:
         for step in range(1, stop + 1):
             bases.append(scheduler.get_base_lr())
             loss = learn(model, optimizer, step, 0)
-            scheduler.step(loss)
+            scheduler.step(loss if way is None else way.trained())
             if step % EVERY == 0:
                 columns = zip(*bases, strict=True)
                 log.step(step, float(loss), {f"lr/group{i}": c for i, c in enumerate(columns)})

@@ -24,36 +24,13 @@ from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge import local
 from hdet_scale.guard import PHASE
 from tests.fleet import Fleet
+from tests.raced import TURN, Way
 from tests.toy import bits, buffers, learn, moments, parameters, same, toy
 from tests.traffic import traffic
 
 S = 1800
 LR = 1e-4
-TURN = 0.3
 KINDS = ("one cycle", "cosine")
-
-
-class Way:
-    """How far the weights have come, and losses that depend on nothing else."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.start = model, [local(p).detach().clone() for p in model.parameters()]
-        self.looked = 0
-
-    def gone(self) -> float:
-        squares = [
-            (local(p).detach() - s).square().sum()
-            for p, s in zip(self.model.parameters(), self.start, strict=True)
-        ]
-        return math.sqrt(float(torch.stack(squares).sum()))
-
-    def losses(self, part: int = 0, parts: int = 1) -> Any:
-        self.looked += 1
-        held = 0.5 + math.log((self.gone() + 1e-3) / TURN) ** 2
-        return (held + 0.01 * i for i in range(part, 8, parts))
-
-    def trained(self) -> float:
-        return 1.0 / (0.1 + self.gone())
 
 
 class Run:

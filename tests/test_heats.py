@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hdet_scale import cli, report
-from hdet_scale.heats import heats, race_of, steps_of_race
+from hdet_scale.heats import heats, race_of, steps_before, steps_of_race, watch_of
 from hdet_scale.race import Race
+from hdet_scale.replay import discovered
 from hdet_scale.runlog import RunLog, read
 from tests.raced import GIVEN, STEPS, raced
 
@@ -73,13 +74,13 @@ def test_a_replay_leaves_the_race_out(
 def test_a_race_under_way_has_found_nothing_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raced(tmp_path, stop=40)
+    raced(tmp_path, stop=50)
     log = read(tmp_path)
     race = race_of(log)
     assert race is not None
     assert race["found"] is None
     assert [bool(stage["verdict"]) for stage in race["stages"]] == [True, False]
-    assert steps_of_race(log) == 40  # those of the heat under way are none of the run's
+    assert steps_of_race(log) == 50  # those of the heat under way are none of the run's
     assert cli.main(["replay", str(tmp_path)]) == 1
     assert "is still in its race: wait" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 0
@@ -101,3 +102,26 @@ def test_no_race_is_none(tmp_path: Path) -> None:
         log.step(1, 2.0, {"lr/group0": [0.1]})
     assert race_of(read(tmp_path)) is None
     assert steps_of_race(read(tmp_path)) == 0
+
+
+def test_what_a_watch_took_back_is_left_out(tmp_path: Path) -> None:
+    """A run that overfits: the page has its looks, a replay the schedule of the last start."""
+    folder = tmp_path / "overfits"
+    scheduler = raced(folder, overfits=True)
+    log = read(folder)
+    seen, back = watch_of(log), scheduler._search.taken_back
+    assert seen is not None
+    assert seen["back"] == [scheduler._search.done + back]
+    assert steps_before(log) == seen["back"][0] > steps_of_race(log)
+    made = discovered(log)
+    assert made["steps"] == STEPS - seen["back"][0]
+    found = race_of(log)
+    assert found is not None
+    last = found["given"]["lr/group0"] * seen["scales"][-1]
+    assert max(made["bases"]["lr/group0"]) == pytest.approx(last, rel=1e-2)
+    page = report.collect(log)
+    assert page["watch"]["x"] == seen["x"]
+    assert page["rounds"] == 0, "looks are no rounds"
+    told = [e["text"] for e in page["events"] if e["event"] == "watch"]
+    assert len(told) == 1
+    assert "the run starts again with" in told[0]

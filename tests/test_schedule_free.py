@@ -75,4 +75,4 @@ def test_a_race_goes_back_to_a_fresh_average_and_finds_more(kind: Any) -> None:
     low = Run(kind, 1e-5, rule="none")
     run.train(run.step + 500)
     low.train(500)
-    assert run.averaged_loss() < 0.7 * low.averaged_loss()
+    assert run.averaged_loss() < 0.8 * low.averaged_loss()
