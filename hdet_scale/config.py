@@ -72,7 +72,8 @@ class HDETConfig:
     """What moves the base: "paper", "slope" and "climb" at each converge, the last two fed by a
     probe; "race", which finds the learning rate before the run and leaves plain training behind it;
     "none" to explore without steering. "auto" is what benchmarks/lr_recovery.py shows to be best:
-    "race" where the run is long enough for one, and plain training elsewhere."""
+    "race" where the run is long enough for one, with a watch over what it found, and plain
+    training elsewhere."""
     total_steps: int | None = None
     """S: optimizer steps of the run, which race and climb must know; OneCycleAutoLR knows it."""
     probe: int = 16
