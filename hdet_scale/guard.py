@@ -17,12 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from hdet_scale.mark import Mark
-from hdet_scale.probe import Probe
+from hdet_scale.probe import NO_LOSS, Probe
 from hdet_scale.round import Round, RoundRecord
-from hdet_scale.watch import Watch
+from hdet_scale.watch import PHASE, Watch
 
 logger = logging.getLogger("hdet_scale")
-PHASE = "watch"
 
 
 class Guard:
@@ -97,7 +96,7 @@ class Guard:
         """Go back to that place from now on; None: there is none."""
         self.mark = None
         if state is not None:
-            self.mark = Mark.of_state(self.cycle.averaged, state)
+            self.mark = Mark(self.cycle.averaged, state)
             self.mark.to_host()
 
     def _publish(
@@ -110,8 +109,8 @@ class Guard:
         record = RoundRecord(
             round=cycle.index,
             step=step,
-            losses=(mean,) * cycle.replicas.size,
-            values={n: (v,) * cycle.replicas.size for n, v in zip(names, rates, strict=True)},
+            losses=(),
+            values={},
             bases=dict(zip(names, rates, strict=True)),
             velocities={},
             quarantined=(),
@@ -121,7 +120,7 @@ class Guard:
             verdict=verdict,
             probe_losses=tuple(losses),
             probe_seconds=seconds,
-            evidence={"scale": self.watch.scale, "back": float(back)},
+            evidence={"held_out": mean, "scale": self.watch.scale, "back": float(back)},
         )
         for listener in cycle.listeners:
             listener(record)
@@ -142,4 +141,7 @@ def look(
         count[batch], total[batch] = 1.0, value
     *summed, trained, ranks = where.sum(count + total + own[-2:], device)
     pairs = zip(summed[: probe.limit], summed[probe.limit :], strict=True)
-    return [t / n for n, t in pairs if n], trained / ranks if ranks else math.nan
+    losses = [t / n for n, t in pairs if n]
+    if not losses:
+        raise ValueError(NO_LOSS)
+    return losses, trained / ranks if ranks else math.nan

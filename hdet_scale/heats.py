@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hdet_scale.runlog import Log
+from hdet_scale.watch import PHASE as WATCH
 
 PHASE = "race"
-WATCH = "watch"
 
 
 def heats(log: Log) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def watch_of(log: Log) -> dict[str, Any] | None:
         return None
     return {
         "x": [line["step"] for line in lines],
-        "losses": [line["losses"][0] for line in lines],
+        "losses": [line["evidence"]["held_out"] for line in lines],
         "scales": [line["evidence"]["scale"] for line in lines],
         "back": [line["step"] for line in lines if line["evidence"]["back"]],
     }

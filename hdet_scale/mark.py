@@ -20,22 +20,26 @@ from hdet_scale.converge import local
 
 
 class Mark:
-    """Parameters, buffers, optimizer state and loss scale of one moment on this rank."""
+    """Parameters, buffers, optimizer state and options and loss scale of one moment on this rank.
 
-    def __init__(self, averaged: Averaged) -> None:
-        self.averaged = averaged
+    state: of another mark of the same model, to be this one.
+    """
+
+    def __init__(self, averaged: Averaged, state: Mapping[str, Any] | None = None) -> None:
+        self.averaged, self.params = averaged, averaged.stepped()
+        if state is not None:
+            self.tensors, self.state = list(state["tensors"]), list(state["state"])
+            self.options, self.scale = list(state["options"]), dict(state["scale"])
+            return
         self.tensors = [_copy(t) for t in self._targets()]
-        state = averaged.optimizer.state
-        self.state = [_copied(state[p]) if p in state else None for p in self._params()]
-        self.options = [_options(g) for g in averaged.optimizer.param_groups]
+        kept = averaged.optimizer.state
+        self.state = [_copied(kept[p]) if p in kept else None for p in self.params]
+        self.options = [options_of(g) for g in averaged.optimizer.param_groups]
         self.scale = averaged.scale_state()
-
-    def _params(self) -> list[Tensor]:
-        return self.averaged.stepped()
 
     def _targets(self) -> list[Tensor]:
         """The parameters themselves: an fp32 master is part of the optimizer's state."""
-        return [local(p) for p in self._params()] + [local(b) for b in self.averaged.buffers()]
+        return [local(p) for p in self.params] + [local(b) for b in self.averaged.buffers()]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -43,7 +47,7 @@ class Mark:
         for target, kept in zip(self._targets(), self.tensors, strict=True):
             target.copy_(kept)
         optimizer = self.averaged.optimizer
-        for p, kept_state in zip(self._params(), self.state, strict=True):
+        for p, kept_state in zip(self.params, self.state, strict=True):
             if kept_state is None:
                 # A fresh start is not a state of zeros: SGD's first step copies the gradient.
                 optimizer.state.pop(p, None)
@@ -51,9 +55,7 @@ class Mark:
                 _put_back(optimizer.state[p], kept_state, p.device)
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             # Some optimizers count there: steps, Schedule-Free the weights of its average.
-            for name in [k for k in _options(group) if k not in options]:
-                del group[name]
-            group.update(options)
+            put_options(group, options)
         # Replicas with loss scales of their own would share gradients of different sizes.
         self.averaged.load_scale_state(self.scale)
         self.averaged.refresh()
@@ -67,7 +69,8 @@ class Mark:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank in the middle of a race or a climb."""
+        """For a checkpoint of this rank in the middle of a race, a climb or a watch; nobody writes
+        into these tensors."""
         return {
             "tensors": self.tensors,
             "state": self.state,
@@ -75,29 +78,23 @@ class Mark:
             "scale": self.scale,
         }
 
-    @classmethod
-    def of_state(cls, averaged: Averaged, state: Mapping[str, Any]) -> Mark:
-        """What another mark of the same model was."""
-        mark = cls(averaged)
-        mark.load_state_dict(state)
-        return mark
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become another mark of the same model."""
-        for mine, kept in zip(self.tensors, state["tensors"], strict=True):
-            mine.copy_(kept)
-        self.state, self.options = list(state["state"]), list(state["options"])
-        self.scale = dict(state["scale"])
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer may change of a param group by itself: no tensors, not the learning rate,
-    which is the schedule's."""
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What may change of a param group beside its parameters and the learning rate, which is the
+    schedule's: copies."""
     return {
-        k: v
+        k: v.clone() if isinstance(v, Tensor) else v
         for k, v in group.items()
-        if k not in ("params", "lr") and not isinstance(v, Tensor | list)
+        if k not in ("params", "lr")
     }
+
+
+def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Back to what `options_of` saw: what was not there goes."""
+    for name in [k for k in group if k not in options and k not in ("params", "lr")]:
+        del group[name]
+    for name, value in options.items():
+        group[name] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _copy(tensor: Tensor) -> Tensor:

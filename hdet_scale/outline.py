@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet_scale.mark import options_of, put_options
+
 
 @dataclass(frozen=True, slots=True)
 class Outline:
@@ -54,11 +56,13 @@ def outline_of(scheduler: LRScheduler, total_steps: int) -> Outline:
 
 
 def place_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """Where a schedule stands, and the learning rates that it reads back from the optimizer."""
-    rates = [g["lr"] for g in scheduler.optimizer.param_groups]
+    """Where a schedule stands, and the learning rates and momenta that it has in the optimizer."""
+    groups = scheduler.optimizer.param_groups
+    rates = [g["lr"] for g in groups]
     return {
         "scheduler": copy.deepcopy(scheduler.state_dict()),
         "rates": [x.clone() if isinstance(x, Tensor) else x for x in rates],
+        "options": [options_of(g) for g in groups],
     }
 
 
@@ -66,7 +70,9 @@ def place_of(scheduler: LRScheduler) -> dict[str, Any]:
 def put_back(scheduler: LRScheduler, place: Mapping[str, Any]) -> None:
     """To what `place_of` saw, to the bit."""
     scheduler.load_state_dict(copy.deepcopy(place["scheduler"]))
-    for group, rate in zip(scheduler.optimizer.param_groups, place["rates"], strict=True):
+    groups = scheduler.optimizer.param_groups
+    for group, rate, options in zip(groups, place["rates"], place["options"], strict=True):
+        put_options(group, options)  # some schedules move the momentum too
         if isinstance(group["lr"], Tensor):
             group["lr"].copy_(rate)
         else:

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale.topology import Replicas
 
 Losses = Callable[..., Iterable["Tensor | float"]]
+NO_LOSS = (
+    "the probe yielded no loss: it is called again at each judgement, so give a function that "
+    "starts afresh, not a generator that is used up"
+)
 
 
 class Probe:
@@ -53,10 +58,7 @@ class Probe:
         """The losses, at most `limit` of them over all parts; all where a part has none."""
         drawn = self.parts(part, parts) or (self.parts() if parts > 1 else {})
         if not drawn:
-            raise ValueError(
-                "the probe yielded no loss: it is called again at each judgement, so give a "
-                "function that starts afresh, not a generator that is used up"
-            )
+            raise ValueError(NO_LOSS)
         return list(drawn.values())
 
     def parts(self, part: int = 0, parts: int = 1) -> dict[int, float]:
@@ -119,11 +121,18 @@ def _number(loss: Tensor | float) -> float:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module | None) -> Iterator[None]:
     modes = [(m, m.training) for m in model.modules()] if model is not None else []
+    wrapped = [m for m, _ in modes if isinstance(m, DistributedDataParallel)]
+    syncs = [m.require_forward_param_sync for m in wrapped]
     if model is not None:
         model.eval()
+    for module in wrapped:
+        # It would broadcast buffers, a collective that a replica without a batch does not enter.
+        module.require_forward_param_sync = False
     try:
         yield
     finally:
+        for module, sync in zip(wrapped, syncs, strict=True):
+            module.require_forward_param_sync = sync
         for module, training in modes:
             module.training = training
             if isinstance(module, FSDPModule):

@@ -661,7 +661,7 @@ class Round:
         """Go back to that place from now on."""
         self._mark = None
         if state is not None and self.goes_back:
-            self._mark = Mark.of_state(self.averaged, state)
+            self._mark = Mark(self.averaged, state)
 
     def replica_state_dict(self) -> dict[str, Any]:
         """What is this replica's own: the losses of the round, the residuals of the int8 wire; and

@@ -87,7 +87,7 @@ class Exploring:
 
     @property
     def watching(self) -> bool:
-        """True while what a race found is guarded, in the first half of the run."""
+        """True while what a race found is guarded, for three quarters of the run."""
         return self._search is not None and self._search.guard is not None
 
     @property
@@ -228,7 +228,7 @@ class Exploring:
         return False
 
     def _play_from(self, place: Any) -> None:
-        """Put the schedule back to what `_place` saw."""
+        """Put the schedule back to what `_stands_at` saw."""
         raise NotImplementedError
 
     def _begin(
@@ -388,6 +388,11 @@ class Exploring:
         self, replicas: Replicas, model: nn.Module | None, gradients: str | None = None
     ) -> None:
         """Explore among other replicas, from a converge boundary on; an engine calls it."""
+        if self.watching:
+            raise ValueError(
+                "rule='auto' has marked where the run began, of the model as it was: attach the "
+                "engine before the first step and before a state is loaded"
+            )
         self._round.rehome(replicas, model, gradients)
         self.obeyed_by_engine()
         for holder in (self._search, self._round):
@@ -545,6 +550,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
 
     def _play_from(self, place: Any) -> None:
         self.last_epoch = int(place)
+        self._step_count = self.last_epoch + 1
         self._values()
 
     def get_lr(self) -> list[float | Tensor]:
@@ -582,14 +588,16 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         """torch's keys, with the shared base for `_last_lr`, and "hdet" for the round."""
         state = {k: v for k, v in self.__dict__.items() if k not in PRIVATE}
         state |= {"_last_lr": self.get_base_lr(), "hdet": self._round.state_dict()}
-        if self._search is not None:
+        state = copy.deepcopy(state)
+        if self._search is not None:  # not copied: a mark in it is as large as the model
             state["search"] = self._search.state_dict()
-        return copy.deepcopy(state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank; so is that of a plain OneCycleLR."""
-        state = copy.deepcopy(dict(state_dict))
-        hdet, search = state.pop("hdet", None), state.pop("search", None)
+        search = state_dict.get("search")
+        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "search"})
+        hdet = state.pop("hdet", None)
         if self._search is not None and search is not None:
             self._search.rule.check_state(search["rule"])
         if hdet is not None:
@@ -708,20 +716,20 @@ class AutoLR(Exploring, LRScheduler):
         """The same on every rank: the inner scheduler's state, the schedule, the round."""
         inner = self.scheduler.state_dict()
         # The inner scheduler's view of the last learning rate is the schedule's own.
-        return copy.deepcopy(
-            {
-                "scheduler": inner,
-                "steps": self._steps,
-                "schedule": list(self._schedule),
-                "hdet": self._round.state_dict(),
-                "search": None if self._search is None else self._search.state_dict(),
-            }
-        )
+        state = {
+            "scheduler": inner,
+            "steps": self._steps,
+            "schedule": list(self._schedule),
+            "hdet": self._round.state_dict(),
+        }
+        # Not copied: a mark in it is as large as the model.
+        search = None if self._search is None else self._search.state_dict()
+        return {**copy.deepcopy(state), "search": search}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank."""
-        state = copy.deepcopy(dict(state_dict))
-        search = state.get("search")
+        search = state_dict.get("search")
+        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "search"})
         if self._search is not None and search is not None:
             self._search.rule.check_state(search["rule"])
         self._round.load_state_dict(state["hdet"])

@@ -168,11 +168,6 @@ class Search:
     def rehome(self) -> None:
         """Other replicas than those the race was laid out for: a new one, from its start."""
         size, total = self.replicas.size, self.rule.total_steps
-        if self.guard is not None:
-            raise ValueError(
-                "rule='auto' has marked where the run began, of the model as it was: attach the "
-                "engine before the first step and before a state is loaded"
-            )
         if not self.active or self.rule.replicas == size:
             return
         if self.step:
@@ -359,4 +354,4 @@ class Search:
         if self.guard is not None:
             self.guard.load_mark(state["mark"])
         else:
-            self._mark, self._orphan = Mark.of_state(self.cycle.averaged, state["mark"]), False
+            self._mark, self._orphan = Mark(self.cycle.averaged, state["mark"]), False

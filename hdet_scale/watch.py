@@ -49,6 +49,8 @@ from typing import Any
 
 from hdet_scale.race import Parabola
 
+PHASE = "watch"
+"""Of its looks in the log."""
 FIRST = 0.015
 """Share of the run before the first look."""
 AGAIN = 0.1
@@ -132,6 +134,7 @@ class Watch:
     def look(self, losses: Sequence[float], trained: float) -> float | None:
         """Take in the held-out loss of each batch, and the training loss of the step before; the
         scale to start again with, or None to go on."""
+        losses = [float(x) for x in losses[: len(self.best)]]  # a resume may have fewer, or more
         mean = statistics.fmean(losses)
         self.curve.append((self.step, self.path, mean if math.isfinite(mean) else math.inf))
         self.next = max(self.step + 1, round(self.step * GROWTH))
@@ -140,8 +143,8 @@ class Watch:
             return self._step_back(mean)
         if self.contested:
             return None
-        if mean < statistics.fmean(self.best):
-            self.best, self.trained, self.rises = [float(x) for x in losses], trained, 0
+        if mean < statistics.fmean(self.best[: len(losses)]):
+            self.best, self.trained, self.rises = losses, trained, 0
         elif math.isfinite(mean):
             self.rises = self.rises + 1 if self._overfits(losses, trained) else 0
         return None if self.rises < PATIENCE else self._shortened()
@@ -149,8 +152,9 @@ class Watch:
     # -- a start on trial -----------------------------------------------------------------------
 
     def _fails(self, mean: float) -> bool:
-        before = abs(statistics.fmean(self.before))
-        self.breaks = 0 if mean < BROKEN * before else self.breaks + 1
+        limit = BROKEN * abs(statistics.fmean(self.before))
+        whole = mean < limit if 0.0 < limit < math.inf else math.isfinite(mean)
+        self.breaks = 0 if whole else self.breaks + 1
         if self.breaks >= PATIENCE:
             return True
         if self.tried or self.path < TRIED * self.mean * self.total_steps:
@@ -185,12 +189,13 @@ class Watch:
     # -- what overfits --------------------------------------------------------------------------
 
     def _overfits(self, losses: Sequence[float], trained: float) -> bool:
-        known = self.trained and math.isfinite(self.trained)
-        fallen = (self.trained - trained) / abs(self.trained) if known else 0.0
+        if not 0.0 < self.trained < math.inf:
+            return False  # unknown, or without a natural zero
+        fallen = 1.0 - trained / self.trained
         return fallen > MEMORISED or (fallen > LEARNT and self._rose(losses))
 
     def _rose(self, losses: Sequence[float]) -> bool:
-        rises = [x - y for x, y in zip(losses, self.best, strict=True)]
+        rises = [x - y for x, y in zip(losses, self.best, strict=False)]
         rise = statistics.fmean(rises)
         error = statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
         return rise > max(SIGNIFICANT * error, RISE * abs(statistics.fmean(self.best)))

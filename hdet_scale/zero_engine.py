@@ -275,7 +275,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             self._place = None
         if own:
             checkpoint.load_rank(folder / checkpoint.place(self.replicas.rank), self.round)
-        if resume:
+        if resume and found is not None and found.shards == self.replicas.shard_size:
             checkpoint.load_mark(folder, self.lr_scheduler)
         self.lr_scheduler._write()  # the optimizer's state brought another replica's rate
         return result  # type: ignore[no-any-return]

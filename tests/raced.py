@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,16 @@ from tests.toy import learn, toy
 STEPS, EVERY = 1600, 10
 TURN = 0.3
 GIVEN = (1e-5, 2e-5)
+
+
+@contextlib.contextmanager
+def short_runs() -> Iterator[None]:
+    """rule="auto" races from heats of five steps on: a test has no time for more."""
+    with (
+        mock.patch("hdet_scale.schedulers.ENOUGH", 5),
+        mock.patch("hdet_scale.search.ENOUGH", 5),
+    ):
+        yield
 
 
 class Way:
@@ -51,7 +63,7 @@ def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
     parts = list(model.parameters())
     optimizer = AdamW([{"params": parts[:2]}, {"params": parts[2:]}])
     way = Way(model) if overfits else None
-    with mock.patch("hdet_scale.schedulers.ENOUGH", 5):
+    with short_runs():
         scheduler = OneCycleAutoLR(
             optimizer,
             list(GIVEN),

@@ -22,13 +22,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge import local
-from hdet_scale.guard import PHASE
+from hdet_scale.probe import common_batches
+from hdet_scale.watch import PHASE
 from tests.fleet import Fleet
-from tests.raced import TURN, Way
+from tests.raced import TURN, Way, short_runs
 from tests.toy import bits, buffers, learn, moments, parameters, same, toy
 from tests.traffic import traffic
 
-S = 1800
+S = 800
 LR = 1e-4
 KINDS = ("one cycle", "cosine")
 
@@ -41,24 +42,27 @@ class Run:
         self.model = toy(rank, norm=True, rebuild=False)
         self.way = Way(self.model)
         self.optimizer = AdamW(self.model.parameters(), lr=LR)
-        if kind == "one cycle":
-            self.scheduler: Any = OneCycleAutoLR(
-                self.optimizer, LR, total_steps=S, rule="auto", model=self.model,
-                probe=self.way.losses, cycle_momentum=False, gradients=gradients,
-            )  # fmt: skip
-        else:
-            self.scheduler = AutoLR(
-                CosineAnnealingLR(self.optimizer, S),
-                HDETConfig(rule="auto", total_steps=S, gradients=gradients),
-                model=self.model,
-                probe=self.way.losses,
-            )
+        with short_runs():
+            self.scheduler = self.scheduler_of(kind, gradients)
         self.start = parameters(self.model), buffers(self.model)
         self.step = 0
         self.rates: list[float] = []
         self.backs: list[int] = []
         self.records: list[Any] = []
         self.scheduler.on_round(self.records.append)
+
+    def scheduler_of(self, kind: str, gradients: str) -> Any:
+        if kind == "one cycle":
+            return OneCycleAutoLR(
+                self.optimizer, LR, total_steps=S, rule="auto", model=self.model,
+                probe=self.way.losses, cycle_momentum=False, gradients=gradients,
+            )  # fmt: skip
+        return AutoLR(
+            CosineAnnealingLR(self.optimizer, S),
+            HDETConfig(rule="auto", total_steps=S, gradients=gradients),
+            model=self.model,
+            probe=self.way.losses,
+        )
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -185,11 +189,11 @@ def test_a_run_that_overfits_starts_again_and_is_plain_ddp_after_it(pair: Fleet,
     # Bit for bit plain training, and nothing of ours once the watch is over.
     plain = pair.run(_plain, first, one["rates"][first:], one["over"])
     assert same(one["parameters"], two["parameters"], *(weights for weights, _ in plain))
-    assert one["over"] <= S / 2
+    assert one["over"] <= 0.75 * S
     assert one["after"] == plain[0][1]
     assert one["looked"] == one["hooks"] == 0
     for look in one["looks"]:
-        assert math.isfinite(look.losses[0])
+        assert math.isfinite(look.evidence["held_out"])
         assert len(look.probe_losses) == 8
 
 
@@ -197,17 +201,20 @@ def _interrupted(rank: int, size: int, kind: str, moment: str, own: bool) -> tup
     whole = Run(rank, kind)
     whole.begin()
     if moment != "first":
-        whole.train(whole.step + 40)
+        whole.train(whole.step + 20)
     if moment in ("back", "again"):
         whole.until_back()
     if moment == "again":
-        whole.train(whole.step + 50)
+        whole.train(whole.step + 85)  # a look
     file = [whole.save(own=own)]
     if not own:
         dist.broadcast_object_list(file)  # replica 0's for all
-    end = whole.step + 400
     watched = whole.scheduler.watching
-    whole.train(end)
+    if moment in ("first", "looked"):
+        whole.until_back()
+    else:
+        whole.train(whole.step + 85)
+    whole.train(end := whole.step + 10)
     again = Run(rank, kind)
     again.load(file[0])
     again.train(end)
@@ -217,7 +224,7 @@ def _interrupted(rank: int, size: int, kind: str, moment: str, own: bool) -> tup
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", ["first", "looked", "back", "again"])
 def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: str) -> None:
-    for own in (False, True):
+    for own in (False, True) if moment == "looked" else (False,):
         for whole, again, watched in pair.run(_interrupted, kind, moment, own):
             assert watched
             assert whole == again
@@ -231,7 +238,7 @@ def _contested(rank: int, size: int, lr: float) -> Any:
         found, raced = run.scheduler._search.rule.scale, run.step
         first = run.scheduler._round.steering.found[0]
         said = run.scheduler.verdict
-        run.train(raced + 500)
+        run.train(raced + 250)
     rates = run.rates[raced], run.scheduler._round.steering.found[0]
     return found, first, said, rates, run.backs, run.scheduler.watching, parameters(run.model)
 
@@ -249,13 +256,44 @@ def test_a_way_down_that_is_contested_is_taken_by_the_run_itself(pair: Fleet) ->
     assert same(one[-1], two[-1])
 
 
+def _few_batches(rank: int, size: int) -> Any:
+    """One batch for two replicas, of a model whose buffers DDP broadcasts in a forward."""
+    model = toy(rank, norm=True, rebuild=False)
+    optimizer = AdamW(model.parameters(), lr=LR)
+    seen = []
+
+    def loss(batch: float) -> Tensor:
+        seen.append(batch)
+        return model(torch.full((4, 4), batch)).square().mean()
+
+    probe = common_batches(iter([0.5]), loss, count=1)
+    with short_runs():
+        scheduler = OneCycleAutoLR(
+            optimizer, LR, total_steps=S, rule="auto", model=model, probe=probe,
+            cycle_momentum=False,
+        )  # fmt: skip
+    step = 0
+    while scheduler.searching or (scheduler.watching and step < 120):
+        scheduler.step(learn(model, optimizer, step, rank))
+        step += 1
+    return step, len(seen), scheduler.verdict, model.require_forward_param_sync
+
+
+def test_more_replicas_than_batches_wait_for_nobody(pair: Fleet) -> None:
+    one, two = pair.run(_few_batches)
+    assert one[0] == two[0] == 120
+    assert one[1] > two[1], "the second has no batch at a look"
+    assert one[2].startswith("found")
+    assert one[3] is two[3] is True
+
+
 def _not_guarded(rank: int, size: int, why: str) -> Any:
     run = Run(rank, gradients="local" if why == "local" else "shared")
     if why == "race":
         object.__setattr__(run.scheduler._round.config, "rule", "race")
     run.begin()
     looked = run.way.looked
-    run.train(run.step + 60)
+    run.train(run.step + 30)
     return run.scheduler.watching, run.way.looked - looked, run.scheduler._search._mark
 
 
@@ -278,8 +316,10 @@ def _sharded(rank: int, size: int, own: bool) -> Any:
         optimizer = AdamW(model.parameters(), lr=LR)
         inner = CosineAnnealingLR(optimizer, S)
         config = HDETConfig(rule="auto", total_steps=S)
-        scheduler = AutoLR(inner, config, replicas=Replicas.from_mesh(mesh), probe=way.losses)
-        fsdp.attach(model, optimizer, scheduler, mesh=mesh)
+        with short_runs():
+            replicas = Replicas.from_mesh(mesh)
+            scheduler = AutoLR(inner, config, replicas=replicas, probe=way.losses)
+            fsdp.attach(model, optimizer, scheduler, mesh=mesh)
         return model, optimizer, scheduler, way
 
     def mine(model: nn.Module) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CyclicLR,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -200,13 +201,16 @@ def test_a_run_that_skips_every_step_keeps_its_schedule() -> None:
             o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, 90)], [10]
         ),
         lambda o: LambdaLR(o, lambda t: 3.0 if t == 50 else 1.0),
+        lambda o: CyclicLR(o, 0.1, 0.5, step_size_up=20),
     ],
 )
 def test_the_peak_of_a_schedule_is_found_and_the_schedule_put_back(make: Any) -> None:
     def rates(peek: bool) -> list[float]:
         optimizer = AdamW(toy(wrap=False).parameters(), lr=0.5)
         scheduler = make(optimizer)
+        before = dict(optimizer.param_groups[0])
         outline = outline_of(scheduler, 100) if peek else None
+        assert optimizer.param_groups[0] == before, "a cycled momentum too"
         seen = [optimizer.param_groups[0]["lr"]]
         for _ in range(100):
             optimizer.step()

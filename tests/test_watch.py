@@ -53,7 +53,7 @@ def test_a_run_that_overfits_starts_again_with_the_peak_that_ends_at_its_turn(
     early: float, scale: float
 ) -> None:
     """In this world the loss depends on the path alone, so that the end tells whether it fits.
-    Its turn is after a share `early` of the run, which looks from 1.5 % of it to half can see."""
+    Its turn is after a share `early` of the run, which looks from 1.5 % of it on can see."""
     rule, turn = watch(scale), early * S * scale
     run = Played(rule, lambda path: overfits(path, turn))
     assert len(run.scales) >= 2, rule.verdict
@@ -212,6 +212,25 @@ def test_a_contest_goes_on_where_it_was_interrupted(moment: int) -> None:
     again = Watch.of_state(copy.deepcopy(whole.state_dict()))
     assert run(whole, moment, S).state_dict() == run(again, moment, S).state_dict()
     assert whole.scale == 0.1
+
+
+def test_a_resume_may_have_another_number_of_batches() -> None:
+    """The probe is split among other replicas, and its last batches may fall away."""
+    rule = watch()
+    for k in range(3):
+        while not rule.due:
+            rule.count(1.0)
+        assert rule.look([2.0 - 0.3 * k] * 8, 1.0) is None
+    for few in (7, 8, 6):
+        while not rule.due:
+            rule.count(1.0)
+        rule.look([1.7] * few, 0.5)
+    assert rule.scale < 50.0, "what rose on the batches that are left is a rise"
+
+
+def test_losses_without_a_natural_zero_are_never_learnt_by_heart() -> None:
+    run = Played(watch(), lambda path: ([max(-1.0, 2.0 - path / 500)] * 8, -path))
+    assert run.scales == [50.0]
 
 
 @pytest.mark.parametrize("moment", [1, 16, 100, 160, 161, 300, 480, 900])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale import OneCycleAutoLR, Replicas
+from tests.raced import short_runs
 
 T, STEPS, MICRO, PARTS = 6, 30, 4, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -744,8 +745,8 @@ def teams(rank: int, size: int, stage: int) -> Any:
     return early, [p.detach().clone() for p in reference.parameters()], run.parameters()
 
 
-GUARDED_STEPS = 1720
-"""About the shortest run that rule="auto" races in with two replicas."""
+GUARDED_STEPS = 800
+"""Of a run of two replicas under a watch."""
 
 
 def guarded(rank: int, size: int, home: str, stage: int, shards: int) -> Any:
@@ -760,7 +761,8 @@ def guarded(rank: int, size: int, home: str, stage: int, shards: int) -> Any:
     config["train_batch_size"] = MICRO * 4  # one part a step
 
     def fresh() -> tuple[Run, Any]:
-        run = Run(config)
+        with short_runs():
+            run = Run(config)
         start = [m.detach().clone() for m in run.engine.partitions.masters()]
 
         def gone() -> float:
