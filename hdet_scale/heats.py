@@ -35,8 +35,8 @@ def looks(log: Log) -> list[dict[str, Any]]:
 
 def steps_before(log: Log) -> int:
     """Steps before the run whose weights are kept: the race's, and those that a watch took back."""
-    back = [line["step"] for line in looks(log) if line["evidence"]["back"]]
-    return max([steps_of_race(log), *back])
+    back = [int(line["step"]) for line in looks(log) if line["evidence"]["back"]]
+    return max(steps_of_race(log), *back, 0)
 
 
 def watch_of(log: Log) -> dict[str, Any] | None:

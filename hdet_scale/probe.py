@@ -125,14 +125,14 @@ def _evaluating(model: nn.Module | None) -> Iterator[None]:
     syncs = [m.require_forward_param_sync for m in wrapped]
     if model is not None:
         model.eval()
-    for module in wrapped:
+    for ddp in wrapped:
         # It would broadcast buffers, a collective that a replica without a batch does not enter.
-        module.require_forward_param_sync = False
+        ddp.require_forward_param_sync = False
     try:
         yield
     finally:
-        for module, sync in zip(wrapped, syncs, strict=True):
-            module.require_forward_param_sync = sync
+        for ddp, sync in zip(wrapped, syncs, strict=True):
+            ddp.require_forward_param_sync = sync
         for module, training in modes:
             module.training = training
             if isinstance(module, FSDPModule):

@@ -20,8 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hdet_scale.heats import PHASE, WATCH, race_of, steps_of_race, watch_of
+from hdet_scale.heats import PHASE, race_of, steps_of_race, watch_of
 from hdet_scale.runlog import Log, plain, read
+from hdet_scale.watch import PHASE as WATCH
 
 POINTS = 2000
 """Rounds, and sampled steps, that a figure shows; beyond them groups are formed."""
