@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_scale import fsdp
+from hdet_scale import fsdp, marks
 from hdet_scale.checkpoints import Kept, writing
 from hdet_scale.config import HDETConfig
 from hdet_scale.model import GPT, Block
@@ -178,6 +178,7 @@ class TorchJob:
                 torch.save(self._own_state(), folder / _own_file())
             elif self.engine == "fsdp":
                 save({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
+                marks.save(folder, self.scheduler)
             elif dist.get_rank() == 0:
                 torch.save(self._state(), folder / "job.pt")
 
@@ -188,6 +189,7 @@ class TorchJob:
             self._load_own(torch.load(folder / _own_file(), map_location=self.device))
         elif self.engine == "fsdp":
             load({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
+            marks.load(folder, self.scheduler)
         else:
             self._load(torch.load(folder / "job.pt", map_location=self.device))
 

@@ -8,8 +8,7 @@ same files. Here
     <dir>/<tag>/hdet.json          the layout, and whether the replicas were apart
     <dir>/<tag>/replica_<r>/       only where they were: the same files of each replica, and what
                                    each of its ranks remembers of the round
-    <dir>/<tag>/mark_<s>.pt        only while what a race found is watched, of sharded replicas:
-                                   the slices of shard s of where the run began
+    <dir>/<tag>/mark_<s>_of_<n>.pt only while what a race found is watched (hdet_scale.marks)
 
 Right after a converge replicas are equal and the first is all there is. In the middle of a round
 each replica has its own place, and what stands in DeepSpeed's layout is the converged model: the
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from hdet_scale.converge import Converge
 from hdet_scale.round import Round
-from hdet_scale.schedulers import Exploring
 from hdet_scale.topology import Replicas
 from hdet_scale.zero import Partitions
 
@@ -118,25 +116,6 @@ def load_rank(folder: Path, cycle: Round) -> None:
     state = cycle.state_dict()
     cycle.load_state_dict({**state, "converge": own.pop("remembered")})
     cycle.load_replica_state_dict(own)
-
-
-def save_mark(folder: Path, scheduler: Exploring) -> None:
-    """This rank's slices of a mark that is watched, the same on every replica: the first writes."""
-    at = scheduler.replicas
-    if scheduler.watching and at.shard_size > 1 and at.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(scheduler.mark_state(), _mark(folder, at))
-
-
-def load_mark(folder: Path, scheduler: Exploring) -> None:
-    """Continue what `save_mark` wrote."""
-    path = _mark(folder, scheduler.replicas)
-    if scheduler.watching and scheduler.replicas.shard_size > 1 and path.is_file():
-        scheduler.load_mark(torch.load(path, map_location="cpu", weights_only=True))
-
-
-def _mark(folder: Path, at: Replicas) -> Path:
-    return folder / f"mark_{at.shard_rank:02d}.pt"
 
 
 @contextlib.contextmanager

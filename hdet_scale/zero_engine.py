@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from hdet_scale import marks
 from hdet_scale import zero_checkpoint as checkpoint
 from hdet_scale.config import HDETConfig
 from hdet_scale.gradient_mean import GradientMean
@@ -190,7 +191,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         if self.global_rank == 0:
             self._layout(apart).write(folder)
         state = client_state or {}
-        checkpoint.save_mark(folder, self.lr_scheduler)
+        marks.save(folder, self.lr_scheduler)
         if apart:
             mine = checkpoint.place(self.replicas.rank)
             checkpoint.save_rank(folder / mine, self.round)
@@ -275,8 +276,8 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             self._place = None
         if own:
             checkpoint.load_rank(folder / checkpoint.place(self.replicas.rank), self.round)
-        if resume and found is not None and found.shards == self.replicas.shard_size:
-            checkpoint.load_mark(folder, self.lr_scheduler)
+        if resume:
+            marks.load(folder, self.lr_scheduler)
         self.lr_scheduler._write()  # the optimizer's state brought another replica's rate
         return result  # type: ignore[no-any-return]
 

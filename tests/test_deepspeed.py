@@ -212,7 +212,7 @@ def test_what_overfits_starts_again_and_a_checkpoint_keeps_the_mark(
         assert equal
         assert scales[0] == scales[1]
     files = sorted(p.name for p in tmp_path.glob("global_step*/mark_*.pt"))
-    assert files == ([] if shards == 1 else ["mark_00.pt", "mark_01.pt"])
+    assert files == ([] if shards == 1 else ["mark_00_of_02.pt", "mark_01_of_02.pt"])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
+from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp, marks
 from hdet_scale.converge import local
 from hdet_scale.probe import common_batches
 from hdet_scale.watch import PHASE
@@ -303,8 +304,8 @@ def test_a_race_alone_and_replicas_that_stay_apart_are_not_guarded(pair: Fleet, 
         assert told == (False, 0, None)
 
 
-def _sharded(rank: int, size: int, own: bool) -> Any:
-    """Two replicas of two shards: back to the mark; a resume goes on only with each rank's mark."""
+def _sharded(rank: int, size: int, how: str, folder: str) -> Any:
+    """Two replicas of two shards: back to the mark; and a resume from the watch."""
 
     def build() -> tuple[Any, Any, Any, Way]:
         mesh = fsdp.build_mesh(shards=2, device="cpu")
@@ -338,9 +339,11 @@ def _sharded(rank: int, size: int, own: bool) -> Any:
         train(model, optimizer, scheduler, way, step)
         step += 1
         if saved is None and scheduler.watching:
-            saved = copy.deepcopy(
-                (scheduler.state_dict(), scheduler.replica_state_dict() if own else None, step)
-            )
+            own = scheduler.replica_state_dict()
+            saved = copy.deepcopy((scheduler.state_dict(), own, step))
+            if how == "files":
+                marks.save(Path(folder), scheduler)
+                dist.barrier()
     back = same(mine(model), start)
     for _ in range(3):
         train(model, optimizer, scheduler, way, step)
@@ -349,8 +352,9 @@ def _sharded(rank: int, size: int, own: bool) -> Any:
     # The run began at the mark: a fresh model is what the saved one was.
     model, optimizer, scheduler, way = build()
     scheduler.load_state_dict(saved[0])
-    if own:
+    if how == "own state":
         scheduler.load_replica_state_dict(saved[1])
+    marks.load(Path(folder), scheduler)
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -361,13 +365,14 @@ def _sharded(rank: int, size: int, own: bool) -> Any:
     return back, after, same(mine(model), after), warned, scheduler.replicas.shard_rank
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_sharded_replicas_go_back(quartet: Fleet, own: bool) -> None:
-    out = quartet.run(_sharded, own)
+@pytest.mark.parametrize("how", ["own state", "files", "nothing"])
+def test_sharded_replicas_go_back(quartet: Fleet, tmp_path: Path, how: str) -> None:
+    """A resume goes back too where each rank has its slices of the mark."""
+    out = quartet.run(_sharded, how, str(tmp_path))
     for back, _, resumed, warned, _ in out:
         assert back
-        assert resumed is own
-        assert any("no mark to go back to" in text for text in warned) is not own
+        assert resumed is (how != "nothing")
+        assert any("no mark to go back to" in text for text in warned) is (how == "nothing")
     for shard in (0, 1):
         one, two = (after for _, after, _, _, at in out if at == shard)
         assert same(one, two)
