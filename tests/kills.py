@@ -33,6 +33,8 @@ LAYOUTS = {
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
     "ddp race": ("ddp", 2, {"replicas": "auto", "rule": "race"}),
     "fsdp race": ("fsdp", 4, {"replicas": 2, "rule": "race"}),
+    "ddp auto": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
+    "fsdp auto": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
 }
 SECONDS = 600
 
