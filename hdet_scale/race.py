@@ -9,27 +9,32 @@ after the decay. From the same weights, team j runs h steps of
 and is judged by its loss on common probe batches. A team is one replica with its own gradients, or,
 of N >= 16 replicas, N // 8 that share theirs: eight to fifteen teams, so that the batch of a team
 does not shrink with N. Two stages: K = 8 levels x of a factor four around the learning rate given,
-then eight over four octaves around the best of those. The minimum of a parabola through these is
-what was found. The replicas then go back to where the race began, and the run starts with
-eta_peak exp(x*).
+then eight over four octaves around what those say.
 
-c translates: of M teams each has 1/M of the batch and a small part h/S of the steps, and the best
-learning rate moves with both,
+What is read off the levels (hdet_scale.valley) differs between two families of optimizers. Of M
+teams each has 1/M of the batch and a small part h/S of the steps, and
 
-    c = M^alpha (h / S)^beta
+    that divide by the gradient's size   run best near x*, the lowest point of a parabola, with
+                                         c = M^0.25 (h/S)^0.35
+    that do not                          run best near x*, the edge where a heat ends no better
+                                         than it began, with c = M^0.3 / 6: their learning rate
+                                         is bounded by the curvature, which needs no long heat to
+                                         be seen; where heats of a small batch are lowest says
+                                         more about its noise
 
-with exponents that were fitted on small tasks for each family of optimizers (docs/controller.md):
-the larger batch of the run allows more, its longer horizon less.
+(measured: docs/controller.md). A race is blind where the best heat took off less than LEARNT of the
+loss it began with. The levels of the first family are noise then, but not their edge: what is taken
+is halfway, in the logarithm, between the lowest heat and where heats end TORN above their start.
+The replicas then go back to where the race began, and the run starts with eta_peak exp(x*).
 
-Do no harm. The learning rate given is a level of the race. What was found replaces it only if
+Do no harm. What was found replaces the learning rate given only if
 
-1. it beats it by more than the scatter of the levels around the parabola, and
-2. it is higher; or the best heat took off at least LEARNT of the loss it started from, and the
-   heat at the learning rate given stayed finite. Otherwise it is contested: where nothing was
-   learnt yet, the noise of an eighth of a batch always speaks for less; and a run's own batch and
-   longer warm-up may bear what a heat could not. The run then begins with the learning rate given
-   and decides (hdet_scale.watch). Where nobody watches (`settle`), less is taken only from one that
-   diverged.
+1. it is further from it than a race can tell apart, a factor of 2 or 3 by family; and, where the
+   lowest point counts, beats it by more than the scatter of the levels around the parabola;
+2. it is higher, or the heat at the learning rate given stayed finite and a race of the first family
+   was not blind. Otherwise it is contested: a run's own batch and longer warm-up may bear what a
+   heat could not. The run then begins with the learning rate given and decides (hdet_scale.watch).
+   Where nobody watches (`settle`), less is taken only from one that diverged.
 
 Pure: no torch, no process group. A heat costs the run 2 (K + 1) numbers whatever N is: counts and
 sums of the losses at each level, and of the loss before.
@@ -37,12 +42,13 @@ sums of the losses at each level, and of the loss before.
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hdet_scale.valley import Parabola, edge
 
 SHARES = (0.028, 0.038)
 """Of the run's steps, for the first and the second stage."""
@@ -50,18 +56,44 @@ COARSE = math.log(4.0)
 """Distance of the levels of the first stage when there are eight."""
 FINE = math.log(4.0)
 """Half of the span of the second stage."""
-SMALLEST_MOVE = math.log(1.25)
-"""Less than a race can tell apart."""
 LEARNT = 0.15
-"""Share of the first loss that the best heat must take off before a race may speak for less."""
+"""Share of the first loss that the best heat must take off before its neighbours mean anything."""
+TORN = 0.1
+"""Of the loss at the start: what ends so far above it has broken, whatever the noise."""
+TIMID = 0.5 * math.log(2.0)
+"""What a blind race stays below the middle of its heats."""
+UNSURE = math.log(3.0)
+"""A factor that a blind race cannot tell apart."""
+SHOWN = 1.35
+"""Times what the best heat took off the loss: by that a run shows that it learns, where a race was
+blind."""
+BELOW = 0.5 * math.log(2.0)
+"""How far the second stage is centred below an edge."""
 SIZE = 8
 """Levels of a stage."""
 ENOUGH = 12
 """Steps of a heat below which `rule="auto"` runs no race: too few to tell learning rates apart."""
 WARM = 0.05
 """Share of a heat that is its warm-up."""
-EXPONENTS = {"adaptive": (0.25, 0.4), "gradient": (0.6, 0.05)}
-"""(alpha, beta) of optimizers that divide by the gradient's size, and of those that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Optimizers of a kind: what a heat says of a run, c = factor M^alpha (h/S)^beta."""
+
+    factor: float
+    alpha: float
+    beta: float
+    by_edge: bool
+    """Whether the edge of the heats counts, or their lowest point."""
+    unsure: float
+    """A factor, as its logarithm, that a race cannot tell apart."""
+
+
+ADAPTIVE = Family(1.0, 0.25, 0.4, by_edge=False, unsure=math.log(2.0))
+"""Optimizers that divide by the gradient's size."""
+GRADIENT = Family(1 / 6, 0.3, 0.0, by_edge=True, unsure=math.log(3.0))
+"""Optimizers that do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +153,7 @@ class Race:
         if replicas < 1:
             raise ValueError(f"a race needs at least one replica, got {replicas}")
         self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
+        self.family = ADAPTIVE if adaptive else GRADIENT
         self.size = SIZE
         self.team = max(1, replicas // SIZE)
         self.teams = replicas // self.team
@@ -142,8 +175,9 @@ class Race:
         self.found = 0.0
         self.promise = math.inf
         """Held-out loss that a run must soon come below."""
-        self.contested = False
-        """True where a run must show first that the learning rate given does not."""
+        self.bar: float | None = None
+        """Held-out loss that a run must soon come below with the learning rate given, for that to
+        stay; None where what was found is not contested."""
         self.verdict = ""
         if idle:
             self.skip()
@@ -169,6 +203,11 @@ class Race:
         return self.stage > 1
 
     @property
+    def contested(self) -> bool:
+        """True where the run has to decide."""
+        return self.bar is not None
+
+    @property
     def scale(self) -> float:
         """What the schedule is multiplied with: 1.0 until the race is over, and where the
         learning rate given was not beaten."""
@@ -176,9 +215,9 @@ class Race:
 
     def translation(self, stage: int) -> float:
         """c: a learning rate of the run over that of a replica which stands for it."""
-        alpha, beta = EXPONENTS["adaptive" if self.adaptive else "gradient"]
-        horizon = self.steps(stage) / self.total_steps
-        return math.exp(alpha * math.log(self.teams) + beta * math.log(horizon))
+        kind, horizon = self.family, self.steps(stage) / self.total_steps
+        powers = kind.alpha * math.log(self.teams) + kind.beta * math.log(horizon)
+        return kind.factor * math.exp(powers)
 
     def heat(self) -> Heat:
         """The heat that is under way."""
@@ -218,6 +257,12 @@ class Race:
     def skip(self) -> None:
         """No race: the schedule given stays."""
         self.stage, self.found, self.verdict = 2, 0.0, "no race was run"
+        self.coarse = []
+
+    @property
+    def ran(self) -> bool:
+        """True where a race is over that was run to its end."""
+        return self.over and bool(self.coarse)
 
     # -- verdicts -------------------------------------------------------------------------------
 
@@ -225,18 +270,20 @@ class Race:
         """The best decade; the levels of the second stage around it."""
         losses = [level.mean for level in self.seen]
         best = min(range(self.size), key=lambda k: (losses[k], abs(self.offsets[k])))
-        if not math.isfinite(losses[best]):
-            self.stage = 1
-            return "no learning rate of the race stayed finite: the schedule given stays"
-        middle = Parabola.through(self.offsets, losses, width=2).minimum
-        given = losses[self.size // 2]
         self.coarse = list(zip(self.offsets, losses, strict=True))
-        self.offsets = [middle + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
-        if abs(middle) <= FINE:
+        if not math.isfinite(losses[best]):
+            low = self.offsets[0] - 2 * FINE
+            self.offsets = [low + 2 * FINE * k / self.size for k in range(self.size)]
+            return "no learning rate of the race stayed finite: lower ones are next"
+        middle, why = self._best(losses, Parabola.through(self.offsets, losses, width=2))
+        given = losses[self.size // 2]
+        centre = middle - BELOW if self.family.by_edge else middle
+        self.offsets = [centre + FINE * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
+        if abs(centre) <= FINE:
             nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
             self.offsets[nearest] = 0.0
         return (
-            f"best around {math.exp(middle):.3g} x the learning rate given (loss "
+            f"best around {math.exp(middle):.3g} x the learning rate given ({why}; loss "
             f"{losses[best]:.4g}, given {given:.4g})"
         )
 
@@ -245,51 +292,89 @@ class Race:
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the second stage stayed finite: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, width=3)
+        found, why = self._best(losses, curve)
+        ahead = f"{math.exp(found):.3g} x the learning rate given, {why}"
+        blind = self._learnt(losses) < LEARNT and not self.family.by_edge
+        if abs(found) < (UNSURE if blind else self.family.unsure):
+            return f"{ahead}: too near to tell, the schedule given stays"
+        if not (blind or self.family.by_edge):
+            gain = self._gain(losses, curve)
+            ahead += f", ahead by {gain:.3g} in the loss with a scatter of {curve.scatter:.3g}"
+            if not gain > curve.scatter:
+                return f"{ahead}: not enough, the schedule given stays"
+        self.found = found
+        first, lowest = self.start.mean, self._lowest(losses)
+        self.promise = (first + lowest) / 2
+        if blind:
+            self.bar, why = first - SHOWN * (first - lowest), "the race was blind"
+        elif found < 0.0 and self._diverged():
+            self.bar, why = self.promise, "the heat at the learning rate given diverged"
+        else:
+            return f"found {ahead}"
+        return f"found {ahead}: but {why}, so that the run has to show it"
+
+    def _best(self, losses: Sequence[float], curve: Parabola) -> tuple[float, str]:
+        """x* as the levels of this stage have it, and where it comes from."""
+        blind, first = self._learnt(losses) < LEARNT, self.start.mean
+        high = self._edge(losses, first + TORN * abs(first) if blind else first)
+        if self.family.by_edge:
+            return high, f"heats break at {self._rate(high):.3g} x"
+        low = curve.minimum
+        if not blind:
+            return low, f"heats are best at {self._rate(low):.3g} x"
+        middle = (low + high) / 2 - TIMID - math.log(self.translation(self.stage))
+        return middle, (
+            f"between heats that learn next to nothing at {self._rate(low):.3g} x and break at "
+            f"{self._rate(high):.3g} x"
+        )
+
+    def _rate(self, offset: float) -> float:
+        """Of a heat, over the learning rate given."""
+        return math.exp(offset) / self.translation(self.stage)
+
+    def _edge(self, losses: Sequence[float], limit: float) -> float:
+        """Where this stage breaks; above its levels what the first has shown."""
+        limit = limit if math.isfinite(limit) else sys.float_info.max
+        at = edge(self.offsets, losses, limit)
+        if at is not None:
+            return at
+        offsets, first = zip(*self.coarse, strict=True)
+        return max(
+            at if (at := edge(offsets, first, limit)) is not None else -math.inf, self.offsets[-1]
+        )
+
+    def _gain(self, losses: Sequence[float], curve: Parabola) -> float:
+        """What the lowest point is ahead of the learning rate given."""
         nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
         gain = losses[nearest] - curve.lowest
         if self.offsets[nearest] != 0.0:
             # Outside the span of this stage: its edge, and what the first stage showed.
             gain = max(gain, dict(self.coarse)[0.0] - min(loss for _, loss in self.coarse))
-        ahead = (
-            f"{math.exp(curve.minimum):.3g} x the learning rate given, ahead of it by {gain:.3g} "
-            f"in the loss with a scatter of {curve.scatter:.3g}"
-        )
-        if not gain > curve.scatter or abs(curve.minimum) < SMALLEST_MOVE:
-            return f"{ahead}: not enough, the schedule given stays"
-        self.found = curve.minimum
-        learnt = self._learnt(min(losses)) >= LEARNT
-        self.contested = curve.minimum < 0.0 and not (learnt and not self._diverged())
-        if learnt or self.contested:
-            self.promise = (self.start.mean + min(losses)) / 2
-        if not self.contested:
-            return f"found {ahead}"
-        why = (
-            "the heat at the learning rate given diverged"
-            if learnt
-            else f"the best heat only came from a loss of {self.start.mean:.4g} to "
-            f"{min(losses):.4g}"
-        )
-        return f"found {ahead}: but {why}, so that the run has to show it"
+        return gain
+
+    def _lowest(self, losses: Sequence[float]) -> float:
+        """Of both stages so far."""
+        return min(*losses, *(loss for _, loss in self.coarse))
 
     def settle(self) -> None:
         """Decide what is contested without a run that shows it."""
-        contested, self.contested = self.contested, False
+        contested, self.bar = self.contested, None
         if contested and not self._diverged():
             self.found = 0.0
             self.verdict += ": nobody looks, the schedule given stays"
 
-    def _learnt(self, best: float) -> float:
+    def _learnt(self, losses: Sequence[float]) -> float:
         """Share of the first loss that is gone; 1 where that loss has no natural zero or is not
         known."""
         first = self.start.mean
-        return 1 - best / first if 0 < first < math.inf else 1.0
+        return 1 - self._lowest(losses) / first if 0 < first < math.inf else 1.0
 
     def _diverged(self) -> bool:
-        """Whether the heat at the very learning rate given, not translated, did. A loss above the
-        one before it says little: the batch of the run is larger."""
+        """Whether the heat at the very learning rate given, not translated, did, or the next above
+        it. A loss above the one before it says little: the batch of the run is larger."""
         at = math.log(self.translation(0))
-        _, loss = min(self.coarse, key=lambda level: abs(level[0] - at))
-        return not math.isfinite(loss)
+        nearest = min(range(self.size), key=lambda k: abs(self.coarse[k][0] - at))
+        return not all(math.isfinite(loss) for _, loss in self.coarse[nearest : nearest + 2])
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -306,7 +391,7 @@ class Race:
             "coarse": [list(level) for level in self.coarse],
             "found": self.found,
             "promise": self.promise,
-            "contested": self.contested,
+            "bar": self.bar,
             "verdict": self.verdict,
         }
 
@@ -320,7 +405,8 @@ class Race:
         self.coarse = [(float(x), float(y)) for x, y in state["coarse"]]
         self.found = float(state["found"])
         self.promise = float(state.get("promise", math.inf))
-        self.contested = bool(state.get("contested", False))
+        bar = state.get("bar")
+        self.bar = None if bar is None else float(bar)
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -332,73 +418,3 @@ class Race:
                 f"{state['total_steps']} steps, and this run has {self.replicas} and "
                 f"{self.total_steps}: resume with the same, or from a checkpoint after the race"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Parabola:
-    """y = y0 + a (x - x0) + b (x - x0)^2 through the levels around the lowest.
-
-    A loss rises like a parabola near its minimum and like a cliff beyond the edge of stability:
-    level k counts with w_k = 1 / (1 + ((y_k - min y) / h)^2), h the median of y_k - min y, so that
-    a cliff holds the minimum back and does not pass for noise.
-    """
-
-    minimum: float
-    """Where it is lowest, at most a level below the lowest level or half a level above it, where
-    there may be a cliff, and never beyond the levels."""
-    lowest: float
-    """Its value there."""
-    scatter: float
-    """Standard deviation of the levels around it; 0 where it goes through all of them."""
-
-    @classmethod
-    def through(cls, xs: Sequence[float], ys: Sequence[float], *, width: int) -> Parabola:
-        """By least squares over the 2 width + 1 finite levels around the lowest, fewer on one side
-        where they end."""
-        finite = [k for k in range(len(ys)) if math.isfinite(ys[k])]
-        best = min(finite, key=lambda k: (ys[k], abs(xs[k])))
-        if len(finite) < 3:
-            return cls(xs[best], ys[best], 0.0)
-        first = max(0, min(finite.index(best) - width, len(finite) - (2 * width + 1)))
-        near = finite[first : first + 2 * width + 1]
-        u = [xs[k] - xs[best] for k in near]
-        v = [ys[k] - ys[best] for k in near]
-        typical = statistics.median(ys[k] - ys[best] for k in finite)
-        weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
-        c0, c1, c2 = _least_squares(u, v, weights)
-        left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]
-        squares = math.fsum(w * e * e for w, e in zip(weights, left, strict=True))
-        spare = math.fsum(weights) * (len(near) - 3) / len(near)
-        scatter = math.sqrt(squares / spare) if spare > 0 else 0.0
-        gap = max(b - a for a, b in itertools.pairwise(u))
-        low, high = max(-gap, u[0]), min(gap / 2, u[-1])
-        # Not convex: noise, or the edge of a plateau. The lowest level is all that is known.
-        at = max(low, min(high, -c1 / (2 * c2))) if c2 > 0 else 0.0
-        lowest = c0 + c1 * at + c2 * at * at if c2 > 0 else 0.0
-        return cls(xs[best] + at, ys[best] + lowest, scatter)
-
-
-def _least_squares(
-    u: Sequence[float], v: Sequence[float], weights: Sequence[float]
-) -> tuple[float, float, float]:
-    """Coefficients of 1, u, u^2; Gram-Schmidt on three columns, which stays exact enough."""
-    basis: list[list[float]] = []
-    mixes: list[list[float]] = []  # each basis vector in terms of 1, u, u^2
-    for power, column in enumerate(([1.0] * len(u), list(u), [x * x for x in u])):
-        mix = [float(power == k) for k in range(3)]
-        rest = list(column)
-        for earlier, terms in zip(basis, mixes, strict=True):
-            share = _dot(column, earlier, weights) / _dot(earlier, earlier, weights)
-            rest = [x - share * y for x, y in zip(rest, earlier, strict=True)]
-            mix = [x - share * y for x, y in zip(mix, terms, strict=True)]
-        basis.append(rest)
-        mixes.append(mix)
-    out = [0.0, 0.0, 0.0]
-    for vector, terms in zip(basis, mixes, strict=True):
-        share = _dot(v, vector, weights) / _dot(vector, vector, weights)
-        out = [x + share * y for x, y in zip(out, terms, strict=True)]
-    return out[0], out[1], out[2]
-
-
-def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
-    return math.fsum(w * x * y for w, x, y in zip(weights, a, b, strict=True))

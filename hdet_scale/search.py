@@ -242,8 +242,8 @@ class Search:
         return 1.0 if self.rule.contested else self.rule.scale
 
     def _guard(self) -> Guard | None:
-        """Of what was found, or is contested."""
-        if not self._guarded or self.probe is None or self.rule.found == 0.0:
+        """Of the run, whether or not something was found: a race does not see what overfits."""
+        if not self._guarded or self.probe is None or not self.rule.ran:
             return None
         mark = self._mark or Mark(self.cycle.averaged)  # they are where they began
         mark.to_host()
@@ -254,7 +254,7 @@ class Search:
             scale=self.rule.scale,
             before=look(self.probe, self.cycle)[0],
             promise=self.rule.promise,
-            contested=self.rule.contested,
+            bar=self.rule.bar,
         )
         return Guard(watch, self.cycle, mark, self.place())
 

@@ -1,4 +1,4 @@
-"""The watch: what a race found, seen on held-out batches while there is time to take it back.
+"""The watch: the run after a race, seen on held-out batches while there is time to start again.
 
 A race is over before the data come twice. Where they run out many times, the learning rate that
 learns fastest overfits long before the end, and no race can see it. The run itself can: the
@@ -16,20 +16,21 @@ and the run starts again from the mark with it. A look at the held-out loss, and
 loss of the step before it, sees overfitting in either of
 
     a rise          held-out above its lowest by RISE of it, and by SIGNIFICANT standard errors of
-                    the difference batch by batch; training below what it was then by LEARNT of it
-    memorising      held-out no lower, training below what it was then by MEMORISED of it
+                    the difference batch by batch
+    memorising      held-out no lower, training below MEMORISED of what it was then
 
-(a learning rate at the edge of stability makes both rise, and both fall again). PATIENCE such looks
-in a row are a verdict.
+where training is below GAP of held-out: a learning rate at the edge of stability makes both go up
+and down together. PATIENCE such looks in a row are a verdict.
 
-A start is on trial until TRIED of the schedule's whole path. It fails where the held-out loss is
-then not below what the race promised, the middle between the mark's and that of the best heat; or
-before, in PATIENCE looks, not below BROKEN times the mark's. The run then starts again with a
-quarter of what was found, at least the learning rate given.
+What a race found is on trial until TRIED of the schedule's whole path. It fails where the held-out
+loss is then not below what the race promised, the middle between the mark's and that of the best
+heat; before that, in PATIENCE looks in a row, not below BROKEN times the mark's; after it, not
+below the promise: some learning rates learn at first and die. The run then starts again with a
+quarter of what was found, at last with the learning rate given, of which nothing was promised.
 
-What a race found by going down may be contested (hdet_scale.race): where its heats hardly learnt,
-or could not bear the learning rate given. The run itself decides then, with its own batch and
-warm-up: the learning rate given is on trial first. If it passes it stays, unwatched; if it fails,
+What a race found may be contested (hdet_scale.race): where it was blind, or its heats could not
+bear the learning rate given. The run itself decides then, with its own batch and warm-up: the
+learning rate given is on trial first, against a bar of its own. If it passes it stays; if it fails,
 what was found is next.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
@@ -47,7 +48,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdet_scale.race import Parabola
+from hdet_scale.valley import Parabola
 
 PHASE = "watch"
 """Of its looks in the log."""
@@ -65,10 +66,10 @@ RISE = 0.03
 """Of the lowest loss."""
 SIGNIFICANT = 1.5
 """Standard errors of a rise."""
-LEARNT = 0.1
-"""Of the training loss at the lowest held-out loss."""
+GAP = 0.75
+"""Of the held-out loss: a training loss below it is of what was learnt by heart."""
 MEMORISED = 0.5
-"""The same where the held-out loss has not risen, but does not fall."""
+"""Of the training loss at the lowest held-out loss, where that does not fall any more."""
 PATIENCE = 2
 """Looks in a row that are a verdict."""
 TRIED = 0.05
@@ -88,7 +89,8 @@ class Watch:
     scale: what the schedule is multiplied with, as the race found it.
     before: the losses at the mark, one a batch.
     promise: the held-out loss that a start must come below; infinite where nothing was promised.
-    contested: True where the learning rate given is on trial first.
+    bar: the held-out loss that the learning rate given must come below to stay, where what was
+        found is contested and it is on trial first; None where it is not.
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class Watch:
         scale: float,
         before: Sequence[float],
         promise: float = math.inf,
-        contested: bool = False,
+        bar: float | None = None,
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
-        self.found, self.promise, self.contested = scale, promise, contested
-        self.scale = 1.0 if contested else scale
+        self.found, self.promise, self.bar = scale, promise, bar
+        self.scale = 1.0 if self.contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""
         self.over = False
@@ -120,6 +122,11 @@ class Watch:
 
     def _end_in_time(self) -> None:
         self.over = self.over or self.begun + self.next > UNTIL * self.total_steps
+
+    @property
+    def contested(self) -> bool:
+        """True while the learning rate given is on trial against what was found."""
+        return self.bar is not None
 
     @property
     def due(self) -> bool:
@@ -141,29 +148,30 @@ class Watch:
         self._end_in_time()
         if self._fails(mean):
             return self._step_back(mean)
-        if self.contested:
-            return None
+        if self.scale == 1.0 and not self.tried:
+            return None  # the user's own: a loss may go up and down while it warms up
         if mean < statistics.fmean(self.best[: len(losses)]):
             self.best, self.trained, self.rises = losses, trained, 0
         elif math.isfinite(mean):
             self.rises = self.rises + 1 if self._overfits(losses, trained) else 0
-        return None if self.rises < PATIENCE else self._shortened()
+        return None if self.rises < PATIENCE else self._shortened(trained)
 
     # -- a start on trial -----------------------------------------------------------------------
 
     def _fails(self, mean: float) -> bool:
-        limit = BROKEN * abs(statistics.fmean(self.before))
-        whole = mean < limit if 0.0 < limit < math.inf else math.isfinite(mean)
-        self.breaks = 0 if whole else self.breaks + 1
+        limit = BROKEN * abs(statistics.fmean(self.before)) or math.inf
+        if self.tried:
+            limit = min(limit, self.promise)
+        self.breaks = 0 if mean < limit else self.breaks + 1
         if self.breaks >= PATIENCE:
             return True
         if self.tried or self.path < TRIED * self.mean * self.total_steps:
             return False
         self.tried = True
-        kept = mean < self.promise
+        kept = mean < (self.promise if self.bar is None else self.bar)
         if kept and self.contested:
             self.verdict = f"the learning rate given stays: {self._told(mean)}"
-            self.over = True
+            self.bar, self.promise = None, math.inf
         return not kept
 
     def _told(self, mean: float) -> str:
@@ -177,22 +185,22 @@ class Watch:
             self.over = True
             return None
         self.scale = self.found if self.contested else max(1.0, self.scale / STEP_BACK)
-        self.contested = False
+        self.bar = None
         self.verdict = (
             f"{told}: the run starts again with {self.scale:.3g} x the learning rate given"
         )
+        if self.scale == 1.0:
+            self.promise = math.inf  # the user's own: nothing was promised of it
         self.begun += self.step
         self._start(FIRST)
-        self.over = self.over or self.scale == 1.0  # the user's own
         return self.scale
 
     # -- what overfits --------------------------------------------------------------------------
 
     def _overfits(self, losses: Sequence[float], trained: float) -> bool:
-        if not 0.0 < self.trained < math.inf:
-            return False  # unknown, or without a natural zero
-        fallen = 1.0 - trained / self.trained
-        return fallen > MEMORISED or (fallen > LEARNT and self._rose(losses))
+        if not 0.0 < trained < GAP * statistics.fmean(losses):
+            return False  # unknown, or it does as well on what it has not seen
+        return trained < MEMORISED * self.trained or self._rose(losses)
 
     def _rose(self, losses: Sequence[float]) -> bool:
         rises = [x - y for x, y in zip(losses, self.best, strict=False)]
@@ -200,7 +208,7 @@ class Watch:
         error = statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
         return rise > max(SIGNIFICANT * error, RISE * abs(statistics.fmean(self.best)))
 
-    def _shortened(self) -> float | None:
+    def _shortened(self, trained: float) -> float | None:
         steps, paths, losses = zip(*(point for point in self.curve if point[1] > 0), strict=True)
         turn = Parabola.through([math.log(x) for x in paths], losses, width=3)
         begun = self.begun + self.step
@@ -213,8 +221,8 @@ class Watch:
             self.verdict = f"{seen}, too late to start again"
             return None
         self.verdict = (
-            f"{seen} and is {losses[-1]:.4g} while the training loss falls: the run starts again "
-            f"with {scale:.3g} x the learning rate given instead of {self.scale:.3g} x"
+            f"{seen} and is {losses[-1]:.4g} at a training loss of {trained:.4g}: the run starts "
+            f"again with {scale:.3g} x the learning rate given instead of {self.scale:.3g} x"
         )
         self.scale, self.begun = scale, begun
         self._start(AGAIN)
@@ -232,7 +240,7 @@ class Watch:
             "scale": self.scale,
             "found": self.found,
             "promise": self.promise,
-            "contested": self.contested,
+            "bar": self.bar,
             "before": list(self.before),
             "best": list(self.best),
             "trained": self.trained,
@@ -257,7 +265,7 @@ class Watch:
             scale=float(state["found"]),
             before=state["before"],
             promise=float(state["promise"]),
-            contested=bool(state["contested"]),
+            bar=None if state["bar"] is None else float(state["bar"]),
         )
         watch.scale = float(state["scale"])
         watch.best = [float(x) for x in state["best"]]

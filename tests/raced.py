@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,17 @@ def short_runs() -> Iterator[None]:
         yield
 
 
+def sighted(work: Any) -> Any:
+    """A test's heats of five steps learn next to nothing: for `work` they count all the same."""
+
+    @functools.wraps(work)
+    def patched(*args: Any, **options: Any) -> Any:
+        with mock.patch("hdet_scale.race.LEARNT", -1.0):
+            return work(*args, **options)
+
+    return patched
+
+
 class Way:
     """How far the weights have come, and losses that depend on nothing else."""
 
@@ -53,7 +65,7 @@ class Way:
         return (held + 0.01 * i for i in range(part, 8, parts))
 
     def trained(self) -> float:
-        return 1.0 / (0.1 + self.gone())
+        return 0.1 / (0.1 + self.gone())
 
 
 def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:

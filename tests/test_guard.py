@@ -232,15 +232,20 @@ def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: st
 
 
 def _contested(rank: int, size: int, lr: float) -> Any:
-    """Every way down is contested here; from far too high the run itself must take it."""
-    with mock.patch("hdet_scale.race.LEARNT", 2.0), mock.patch("tests.test_guard.LR", lr):
+    """Every race is blind here; from far too high the run itself must take what was found."""
+    with (
+        mock.patch("hdet_scale.race.LEARNT", 2.0),
+        mock.patch("hdet_scale.race.TORN", -0.9),
+        mock.patch("tests.test_guard.LR", lr),
+    ):
         run = Run(rank)
         run.begin()
         found, raced = run.scheduler._search.rule.scale, run.step
         first = run.scheduler._round.steering.found[0]
         said = run.scheduler.verdict
+        run.until_back()
+        rates = run.rates[raced], run.scheduler._round.steering.found[0]
         run.train(raced + 250)
-    rates = run.rates[raced], run.scheduler._round.steering.found[0]
     return found, first, said, rates, run.backs, run.scheduler.watching, parameters(run.model)
 
 

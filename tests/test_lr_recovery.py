@@ -13,10 +13,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from benchmarks.lr_recovery import VALIDATED, Arbiter, held_out, run_heat, scheduled, weights
-from benchmarks.lr_tasks import JUDGED, TASKS, Stacked, Task
+from benchmarks.lr_problem import Stacked, Task
+from benchmarks.lr_race import (
+    REPLICAS,
+    VALIDATED,
+    around,
+    fixed,
+    guarded,
+    held_out,
+    probe,
+    race,
+    run_heat,
+    scheduled,
+    weights,
+)
+from benchmarks.lr_recovery import Arbiter
+from benchmarks.lr_report import table
+from benchmarks.lr_tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
-from hdet_scale.race import Race
+from hdet_scale.race import Level, Race
 from tests.fleet import Fleet
 
 S, START = 600, 0.3
@@ -98,11 +113,12 @@ def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
     task = TASKS[name]
     rule = Race(replicas=2, total_steps=S, adaptive=task.optimizer == "adamw")
     losses, heats = [], 0
+    first = Level.of(float(probe(task, weights(task, 1), 1).mean()))
     while not rule.over:
         heats += 1
         levels = run_heat(task, 1, rule, task.around * START, 20_000 + heats)
         losses.append(tuple(levels[k].mean for k in rule.heat().levels))
-        rule.close(levels)
+        rule.close(levels, first)
     for real, scale in pair.run(_real, name):
         for mine, theirs in zip(losses, real, strict=True):
             for a, b in zip(mine, theirs, strict=True):
@@ -112,7 +128,7 @@ def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
 
 
 def test_nothing_was_tuned_on_what_is_judged() -> None:
-    assert set(JUDGED) == {"denoise", "ngram", "mixer", "gru", "short"}
+    assert set(JUDGED) == {"masked", "bilinear", "cnn", "logit", "tanh", "fields"}
     assert all(task.held_out > VALIDATED + 300 for task in TASKS.values())
 
 
@@ -155,4 +171,21 @@ def test_the_arbiter_resumes_and_pairs_seeds(tmp_path: Path) -> None:
     excess = again.excesses()["over", 800, "race", 0.1]
     assert [round(e, 6) for e, _ in excess] == [10.0, 10.0]
     assert len([json.loads(x) for x in path.read_text().splitlines()]) == 8
-    assert "race from 0.1 x: mean +10.0 %" in again.table()
+    assert "race from 0.1 x: mean +10.0 %" in table(again)
+
+
+@pytest.mark.parametrize("steps", [600, 800, 2000])
+def test_the_run_after_a_race_is_as_long_as_everybodys(steps: int) -> None:
+    total = around(steps)
+    assert total - Race(replicas=REPLICAS, total_steps=total, adaptive=True).budget == steps
+    assert total - Race(replicas=REPLICAS, total_steps=total, adaptive=False).budget == steps
+
+
+def test_where_the_learning_rate_given_stays_the_run_is_the_grids() -> None:
+    """Bit for bit, under its watch: what a row tells is what was found, and no other noise."""
+    task, steps = TASKS["logit"], 600
+    rule = race(task, 0, around(steps), task.around)
+    rule.found, rule.bar = 0.0, None
+    run = guarded(task, 0, rule, task.around)
+    assert run.looks > 10
+    assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]

@@ -28,6 +28,7 @@ from hdet_scale.converge import local
 from hdet_scale.outline import outline_of
 from hdet_scale.probe import Probe, common_batches
 from tests.fleet import Fleet
+from tests.raced import sighted
 from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
 from tests.traffic import traffic
 
@@ -56,7 +57,13 @@ class Run:
     """Everything a script builds."""
 
     def __init__(
-        self, rank: int, kind: str = "one cycle", lr: float = 3e-5, *, how: str = "adamw"
+        self,
+        rank: int,
+        kind: str = "one cycle",
+        lr: float = 3e-5,
+        *,
+        how: str = "adamw",
+        total: int = S,
     ) -> None:
         self.rank = rank
         self.model = toy(rank, norm=True, rebuild=False)
@@ -64,12 +71,12 @@ class Run:
         probe = common(self.model)
         if kind == "one cycle":
             self.scheduler: Any = OneCycleAutoLR(
-                self.optimizer, lr, total_steps=S, rule="race", model=self.model, probe=probe,
+                self.optimizer, lr, total_steps=total, rule="race", model=self.model, probe=probe,
                 cycle_momentum=False,
             )  # fmt: skip
         else:
-            config = HDETConfig(rule="race", total_steps=S)
-            inner = CosineAnnealingLR(self.optimizer, S)
+            config = HDETConfig(rule="race", total_steps=total)
+            inner = CosineAnnealingLR(self.optimizer, total)
             self.scheduler = AutoLR(inner, config, model=self.model, probe=probe)
         self.step = 0
         self.rates: list[float] = []
@@ -297,6 +304,7 @@ def test_wrong_use_is_refused_at_once() -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
+@sighted
 def _a_whole_run(rank: int, size: int, kind: str, lr: float) -> Any:
     """The race, then the run; the same rates on every rank once it is over."""
     run = Run(rank, kind, lr)
@@ -575,7 +583,7 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
 
 
 def _wide(rank: int, size: int, lr: float) -> Any:
-    run = Run(rank, lr=lr, how="sgd")
+    run = Run(rank, lr=lr, how="sgd", total=2 * S)
     while run.scheduler.searching:
         run.train(run.step + 1)
     run.train(run.step + 3)
@@ -589,6 +597,7 @@ def test_four_replicas_from_far_below_and_far_above_meet(quartet: Fleet) -> None
     assert abs(math.log2(low[0][0] / high[0][0])) < 2.5, (low[0][0], high[0][0])
 
 
+@sighted
 def _sharded(rank: int, size: int) -> Any:
     """Two replicas of two shards each race, go back, and train on with shared gradients."""
     mesh = fsdp.build_mesh(shards=2, device="cpu")

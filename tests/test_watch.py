@@ -94,7 +94,7 @@ def test_one_rise_is_no_verdict_and_neither_is_a_small_one() -> None:
     assert Played(watch(), once).scales == [50.0]
 
     def small(path: float) -> tuple[list[float], float]:
-        return [1.0 + (0.029 if path > 500 else 0.0)] * 8, 1.0 if path < 500 else 0.6
+        return [1.0 + (0.029 if path > 500 else 0.0)] * 8, 0.6
 
     assert Played(watch(), small).scales == [50.0]
 
@@ -111,7 +111,7 @@ def test_noise_between_batches_is_no_rise() -> None:
 
     def losses(path: float) -> tuple[list[float], float]:
         noise = [0.8, -0.6, 0.9, -0.7, 0.6, -0.5, 0.9, -0.6] if path > 500 else [0.0] * 8
-        return [1.0 + x for x in noise], 1.0 if path < 500 else 0.6
+        return [1.0 + x for x in noise], 0.6
 
     assert Played(watch(), losses).scales == [50.0]
 
@@ -154,7 +154,7 @@ def test_a_turn_that_is_seen_too_late_is_left() -> None:
     """After 600 steps at the peak the turn is found at 450: 400 are left, of a mean of a half, less
     than half of that way."""
     rule = Watch(total_steps=S, begun=0, mean=0.5, scale=1.0, before=BEFORE)
-    for step, loss, trained in ((350, 0.6, 1.0), (450, 0.5, 0.9), (550, 0.6, 0.5), (600, 0.7, 0.3)):
+    for step, loss, trained in ((350, 0.6, 1.0), (450, 0.5, 0.9), (550, 0.6, 0.4), (600, 0.7, 0.3)):
         rule.next = step
         while not rule.due:
             rule.count(1.0)
@@ -168,32 +168,72 @@ def test_without_a_training_loss_nothing_is_overfitted() -> None:
     assert run.scales == [50.0]
 
 
-def contested() -> Watch:
+def contested(scale: float = 0.1) -> Watch:
     return Watch(
-        total_steps=S, begun=70, mean=0.5, scale=0.1, before=BEFORE, promise=2.0, contested=True
+        total_steps=S, begun=70, mean=0.5, scale=scale, before=BEFORE, promise=1.5, bar=2.0
     )
 
 
 def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_given() -> None:
+    """Below the bar and above the promise, which was made of what was found."""
     rule = contested()
+    assert rule.contested
     assert rule.scale == 1.0
-    run = Played(rule, lambda path: ([2.3 / (1.0 + path / 50)] * 8, 1.0))
+    run = Played(rule, lambda path: ([max(1.8, 2.3 - path / 50)] * 8, 1.8))
     assert run.scales == [1.0]
     assert rule.verdict.startswith("the learning rate given stays: the held-out loss is")
-    assert max(run.looks) - 70 < 0.1 * S, "and nobody looks after it"
+    assert not rule.contested
+    assert max(run.looks) > 0.6 * S, "it is watched like any other"
 
 
+@pytest.mark.parametrize("found", [0.1, 30.0])
+def test_what_is_kept_and_overfits_starts_again_too(found: float) -> None:
+    """A race does not see what overfits, whatever it says of the learning rate given."""
+    run = Played(contested(found), lambda path: overfits(path, 100.0))
+    assert run.scales[0] == 1.0
+    assert 0.05 < run.scales[-1] < 0.6
+    run = Played(watch(1.0), lambda path: overfits(path, 100.0))
+    assert 0.05 < run.scales[-1] < 0.6
+
+
+def test_while_the_learning_rate_given_warms_up_nothing_is_overfitted() -> None:
+    """Few steps, a loss that goes up and down: no example has come twice."""
+    rule = watch(1.0)
+
+    def losses(path: float) -> tuple[list[float], float]:
+        early = path < 20.0
+        return [0.2 if path < 15.0 else 0.4 if early else 0.2 / (1.0 + path)] * 8, 0.1
+
+    assert Played(rule, losses).scales == [1.0]
+
+
+def test_what_learns_at_first_and_dies_is_divided() -> None:
+    """It has kept its promise by the end of its trial."""
+    rule = Watch(total_steps=S, begun=70, mean=0.5, scale=8.0, before=BEFORE, promise=1.5)
+
+    def losses(path: float) -> tuple[list[float], float]:
+        dead = rule.scale > 4.0 and rule.path > 60.0
+        return [2.3 if dead else max(0.5, 2.3 - rule.path / 20)] * 8, 2.3
+
+    run = Played(rule, losses)
+    assert run.scales == [8.0, 2.0]
+    assert "the held-out loss is 2.3 after" in rule.verdict
+
+
+@pytest.mark.parametrize("found", [0.1, 30.0])
 @pytest.mark.parametrize(("loss", "steps"), [(2.1, 81), (40.0, 20), (math.nan, 20), (math.inf, 20)])
-def test_what_is_contested_is_taken_where_the_run_does_not(loss: float, steps: int) -> None:
+def test_what_is_contested_is_taken_where_the_run_does_not(
+    loss: float, steps: int, found: float
+) -> None:
     """At once where it breaks; otherwise after a twentieth of the path."""
-    rule = contested()
+    rule = contested(found)
 
     def losses(path: float) -> tuple[list[float], float]:
         return ([loss] * 8 if rule.contested else [1.0 / (1.0 + path)] * 8), 1.0
 
     run = Played(rule, losses)
-    assert run.scales == [1.0, 0.1]
-    assert "the run starts again with 0.1 x the learning rate given" in rule.verdict
+    assert run.scales == [1.0, found]
+    assert f"the run starts again with {found:g} x the learning rate given" in rule.verdict
     assert rule.begun <= 70 + steps
     assert rule.over
     assert len(run.looks) > 12, "what was found is watched like any other"
