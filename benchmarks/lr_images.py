@@ -346,3 +346,45 @@ def tanh(*, name: str = "tanh", batch: int = 64, around: float = 0.004) -> Task:
         around=around,
         weight_decay=0.01,
     )
+
+
+def attend(*, name: str = "attend", batch: int = 64, around: float = 0.1) -> Task:
+    """The blocks of `vit`, two of them, over noisy digits; SGD with Nesterov momentum."""
+    width, patches, layers, train, held_out = 24, 16, 2, 60_000, 2048
+
+    def init(g: torch.Generator) -> Params:
+        params = {
+            "embed": linear(g, 4, width),
+            "place": normal(g, patches, width, scale=0.3),
+            "out": linear(g, width, 10),
+        }
+        for i in range(layers):
+            params |= {
+                f"qkv{i}": linear(g, width, 3 * width),
+                f"mix{i}": linear(g, width, width, 0.5),
+                f"up{i}": linear(g, width, 2 * width, 1.4),
+                f"down{i}": linear(g, 2 * width, width, 0.5),
+            }
+        return params
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        images, labels = _noisy_digits(indices, train)
+        x = times(_patches(images), p["embed"]) + p["place"][:, None]
+        for i in range(layers):
+            q, k, v = times(functional.layer_norm(x, (width,)), p[f"qkv{i}"]).chunk(3, -1)
+            x = x + times(functional.scaled_dot_product_attention(q, k, v), p[f"mix{i}"])
+            hidden = functional.gelu(times(functional.layer_norm(x, (width,)), p[f"up{i}"]))
+            x = x + times(hidden, p[f"down{i}"])
+        x = functional.layer_norm(x, (width,)).mean(2)
+        return cross_entropy(times(x, p["out"]), labels)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="sgd",
+        around=around,
+    )

@@ -117,7 +117,8 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
         promise=rule.promise,
-        bar=rule.bar,
+        contested=rule.contested,
+        blind=rule.blind,
     )
     out, t = Guarded(0.0, watch.scale, 1, []), 0
     model, batches = Stacked(task, weights(task, seed)), task.draw(seed, left)

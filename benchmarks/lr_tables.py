@@ -174,3 +174,33 @@ def fields(*, name: str = "fields", batch: int = 128, around: float = 0.2) -> Ta
         optimizer="sgd",
         around=around,
     )
+
+
+def smooth(*, name: str = "smooth", batch: int = 32, around: float = 0.01) -> Task:
+    """The function of `deep`, by an MLP of three layers and AdamW on a squared error."""
+    inputs, width, train, held_out = 6, 64, 60_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        return {
+            "one": linear(g, inputs, width, 1.4),
+            "shift": torch.zeros(1, width),
+            "two": linear(g, width, width, 1.4),
+            "out": linear(g, width, 1),
+        }
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        points, value = _surface(inputs, train + held_out)
+        x = functional.gelu(times(points[indices], p["one"]) + p["shift"])
+        x = functional.gelu(times(x, p["two"]))
+        return (times(x, p["out"]).squeeze(-1) - value[indices]).square().mean(1)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="adamw",
+        around=around,
+    )

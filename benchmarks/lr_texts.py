@@ -332,3 +332,45 @@ def bilinear(*, name: str = "bilinear", batch: int = 64, around: float = 0.2) ->
         optimizer="sgd",
         around=around,
     )
+
+
+def rnn(*, name: str = "rnn", batch: int = 48, around: float = 0.004) -> Task:
+    """A byte-level recurrent network of two tanh layers, by AdamW."""
+    width, context, train, held_out = 48, 10, 60_000, 2048
+
+    def init(g: torch.Generator) -> Params:
+        params = {
+            "embed": normal(g, VOCABULARY, width, scale=0.3),
+            "head": linear(g, width, VOCABULARY, 0.5),
+        }
+        for i in range(2):
+            params |= {
+                f"enter{i}": linear(g, width, width),
+                f"state{i}": linear(g, width, width, 0.9),
+                f"shift{i}": torch.zeros(1, width),
+            }
+        return params
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        tokens, target = _windows(context, indices, train, held_out)
+        x = look_up(p["embed"], tokens)
+        for i in range(2):
+            drive = times(x, p[f"enter{i}"]) + p[f"shift{i}"][:, None]
+            hidden, seen = drive.new_zeros(*indices.shape, width), []
+            for moment in drive.unbind(2):
+                hidden = (moment + torch.bmm(hidden, p[f"state{i}"])).tanh()
+                seen.append(hidden)
+            x = torch.stack(seen, 2)
+        return cross_entropy(times(x, p["head"]), target)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="adamw",
+        around=around,
+        weight_decay=0.01,
+    )

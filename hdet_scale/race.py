@@ -31,10 +31,11 @@ Do no harm. What was found replaces the learning rate given only if
 
 1. it is further from it than a race can tell apart, a factor of 2 or 3 by family; and, where the
    lowest point counts, beats it by more than the scatter of the levels around the parabola;
-2. it is higher, or the heat at the learning rate given stayed finite and a race of the first family
-   was not blind. Otherwise it is contested: a run's own batch and longer warm-up may bear what a
-   heat could not. The run then begins with the learning rate given and decides (hdet_scale.watch).
-   Where nobody watches (`settle`), less is taken only from one that diverged.
+2. the race was not blind; and it is higher, or the heat at the learning rate given stayed finite.
+   Otherwise it is contested: what nothing learnt from says little, and a run's own batch and longer
+   warm-up may bear what a heat could not. The run then begins with the learning rate given and
+   decides (hdet_scale.watch). Where nobody watches (`settle`), the learning rate given stays,
+   unless it diverged.
 
 Pure: no torch, no process group. A heat costs the run 2 (K + 1) numbers whatever N is: counts and
 sums of the losses at each level, and of the loss before.
@@ -175,9 +176,10 @@ class Race:
         self.found = 0.0
         self.promise = math.inf
         """Held-out loss that a run must soon come below."""
-        self.bar: float | None = None
-        """Held-out loss that a run must soon come below with the learning rate given, for that to
-        stay; None where what was found is not contested."""
+        self.blind = False
+        """True where the heats hardly learnt anything."""
+        self.contested = False
+        """True where the run has to decide, beginning with the learning rate given."""
         self.verdict = ""
         if idle:
             self.skip()
@@ -201,11 +203,6 @@ class Race:
     def over(self) -> bool:
         """True when there is nothing left to run."""
         return self.stage > 1
-
-    @property
-    def contested(self) -> bool:
-        """True where the run has to decide."""
-        return self.bar is not None
 
     @property
     def scale(self) -> float:
@@ -293,24 +290,23 @@ class Race:
             return "no learning rate of the second stage stayed finite: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, width=3)
         found, why = self._best(losses, curve)
+        self.blind = self._learnt(losses) < LEARNT
         ahead = f"{math.exp(found):.3g} x the learning rate given, {why}"
-        blind = self._learnt(losses) < LEARNT and not self.family.by_edge
-        if abs(found) < (UNSURE if blind else self.family.unsure):
+        if abs(found) < (UNSURE if self.blind else self.family.unsure):
             return f"{ahead}: too near to tell, the schedule given stays"
-        if not (blind or self.family.by_edge):
+        if not (self.blind or self.family.by_edge):
             gain = self._gain(losses, curve)
             ahead += f", ahead by {gain:.3g} in the loss with a scatter of {curve.scatter:.3g}"
             if not gain > curve.scatter:
                 return f"{ahead}: not enough, the schedule given stays"
         self.found = found
         first, lowest = self.start.mean, self._lowest(losses)
-        self.promise = (first + lowest) / 2
-        if blind:
-            self.bar, why = first - SHOWN * (first - lowest), "the race was blind"
-        elif found < 0.0 and self._diverged():
-            self.bar, why = self.promise, "the heat at the learning rate given diverged"
-        else:
+        if math.isfinite(first):
+            self.promise = first - (SHOWN if self.blind else 0.5) * (first - lowest)
+        self.contested = self.blind or (found < 0.0 and self._diverged())
+        if not self.contested:
             return f"found {ahead}"
+        why = "the race was blind" if self.blind else "the heat at the learning rate given diverged"
         return f"found {ahead}: but {why}, so that the run has to show it"
 
     def _best(self, losses: Sequence[float], curve: Parabola) -> tuple[float, str]:
@@ -358,7 +354,7 @@ class Race:
 
     def settle(self) -> None:
         """Decide what is contested without a run that shows it."""
-        contested, self.bar = self.contested, None
+        contested, self.contested = self.contested, False
         if contested and not self._diverged():
             self.found = 0.0
             self.verdict += ": nobody looks, the schedule given stays"
@@ -391,7 +387,8 @@ class Race:
             "coarse": [list(level) for level in self.coarse],
             "found": self.found,
             "promise": self.promise,
-            "bar": self.bar,
+            "blind": self.blind,
+            "contested": self.contested,
             "verdict": self.verdict,
         }
 
@@ -405,8 +402,8 @@ class Race:
         self.coarse = [(float(x), float(y)) for x, y in state["coarse"]]
         self.found = float(state["found"])
         self.promise = float(state.get("promise", math.inf))
-        bar = state.get("bar")
-        self.bar = None if bar is None else float(bar)
+        self.blind = bool(state.get("blind", False))
+        self.contested = bool(state.get("contested", False))
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:

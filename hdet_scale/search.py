@@ -254,7 +254,8 @@ class Search:
             scale=self.rule.scale,
             before=look(self.probe, self.cycle)[0],
             promise=self.rule.promise,
-            bar=self.rule.bar,
+            contested=self.rule.contested,
+            blind=self.rule.blind,
         )
         return Guard(watch, self.cycle, mark, self.place())
 

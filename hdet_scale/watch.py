@@ -23,15 +23,16 @@ where training is below GAP of held-out: a learning rate at the edge of stabilit
 and down together. PATIENCE such looks in a row are a verdict.
 
 What a race found is on trial until TRIED of the schedule's whole path. It fails where the held-out
-loss is then not below what the race promised, the middle between the mark's and that of the best
-heat; before that, in PATIENCE looks in a row, not below BROKEN times the mark's; after it, not
-below the promise: some learning rates learn at first and die. The run then starts again with a
-quarter of what was found, at last with the learning rate given, of which nothing was promised.
+loss is then not below what the race promised (hdet_scale.race); before that, in PATIENCE looks in a
+row, not below BROKEN times the mark's; after it, not below the promise: some learning rates learn
+at first and die. The run then starts again with a quarter of what was found, at last with the
+learning rate given, of which nothing was promised.
 
-What a race found may be contested (hdet_scale.race): where it was blind, or its heats could not
-bear the learning rate given. The run itself decides then, with its own batch and warm-up: the
-learning rate given is on trial first, against a bar of its own. If it passes it stays; if it fails,
-what was found is next.
+What a race found may be contested: where it was blind, or its heats could not bear the learning
+rate given. The run itself decides then, with its own batch and warm-up: the learning rate given is
+on trial first. If it keeps the promise it stays; if it does not, what was found is next. After a
+blind race quarters of that follow, and of the learning rate given, until one of them learns: where
+networks die, the race has nothing to tell them from those that have not begun to learn.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
@@ -78,6 +79,9 @@ BROKEN = 2.0
 """Times the loss at the mark."""
 STEP_BACK = 4.0
 """What a scale that failed is divided by."""
+LEAST = 1 / 16
+"""Of the learning rate given, or of what was found where that is less: as far as a blind race's
+run goes down."""
 
 
 class Watch:
@@ -89,8 +93,8 @@ class Watch:
     scale: what the schedule is multiplied with, as the race found it.
     before: the losses at the mark, one a batch.
     promise: the held-out loss that a start must come below; infinite where nothing was promised.
-    bar: the held-out loss that the learning rate given must come below to stay, where what was
-        found is contested and it is on trial first; None where it is not.
+    contested: True where the learning rate given is on trial first.
+    blind: True where the race was, so that less than the learning rate given may be right too.
     """
 
     def __init__(
@@ -102,11 +106,12 @@ class Watch:
         scale: float,
         before: Sequence[float],
         promise: float = math.inf,
-        bar: float | None = None,
+        contested: bool = False,
+        blind: bool = False,
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
-        self.found, self.promise, self.bar = scale, promise, bar
-        self.scale = 1.0 if self.contested else scale
+        self.found, self.promise, self.contested, self.blind = scale, promise, contested, blind
+        self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""
         self.over = False
@@ -122,11 +127,6 @@ class Watch:
 
     def _end_in_time(self) -> None:
         self.over = self.over or self.begun + self.next > UNTIL * self.total_steps
-
-    @property
-    def contested(self) -> bool:
-        """True while the learning rate given is on trial against what was found."""
-        return self.bar is not None
 
     @property
     def due(self) -> bool:
@@ -168,10 +168,10 @@ class Watch:
         if self.tried or self.path < TRIED * self.mean * self.total_steps:
             return False
         self.tried = True
-        kept = mean < (self.promise if self.bar is None else self.bar)
+        kept = mean < self.promise
         if kept and self.contested:
             self.verdict = f"the learning rate given stays: {self._told(mean)}"
-            self.bar, self.promise = None, math.inf
+            self.contested = False
         return not kept
 
     def _told(self, mean: float) -> str:
@@ -179,21 +179,31 @@ class Watch:
         return f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
 
     def _step_back(self, mean: float) -> float | None:
-        told = self._told(mean)
-        if not self.contested and self.scale <= 1.0:
+        told, scale = self._told(mean), self._next()
+        if scale is None:
             self.verdict = f"{told}, at a learning rate that is not above the one given"
             self.over = True
             return None
-        self.scale = self.found if self.contested else max(1.0, self.scale / STEP_BACK)
-        self.bar = None
-        self.verdict = (
-            f"{told}: the run starts again with {self.scale:.3g} x the learning rate given"
-        )
-        if self.scale == 1.0:
+        self.scale, self.contested = scale, False
+        self.verdict = f"{told}: the run starts again with {scale:.3g} x the learning rate given"
+        if scale == 1.0:
             self.promise = math.inf  # the user's own: nothing was promised of it
         self.begun += self.step
         self._start(FIRST)
-        return self.scale
+        return scale
+
+    def _next(self) -> float | None:
+        """What is on trial after the present scale has failed; None where nothing is left."""
+        if self.contested:
+            return self.found
+        less = self.scale / STEP_BACK
+        if not self.blind:
+            return max(1.0, less) if self.scale > 1.0 else None
+        if self.scale == 1.0:
+            return None
+        if self.scale > 1.0 and less < 2.0:
+            less = 1.0 / STEP_BACK  # the learning rate given has failed already
+        return less if less >= LEAST * min(1.0, self.found) else 1.0
 
     # -- what overfits --------------------------------------------------------------------------
 
@@ -240,7 +250,8 @@ class Watch:
             "scale": self.scale,
             "found": self.found,
             "promise": self.promise,
-            "bar": self.bar,
+            "contested": self.contested,
+            "blind": self.blind,
             "before": list(self.before),
             "best": list(self.best),
             "trained": self.trained,
@@ -265,7 +276,8 @@ class Watch:
             scale=float(state["found"]),
             before=state["before"],
             promise=float(state["promise"]),
-            bar=None if state["bar"] is None else float(state["bar"]),
+            contested=bool(state["contested"]),
+            blind=bool(state["blind"]),
         )
         watch.scale = float(state["scale"])
         watch.best = [float(x) for x in state["best"]]

@@ -128,7 +128,7 @@ def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
 
 
 def test_nothing_was_tuned_on_what_is_judged() -> None:
-    assert set(JUDGED) == {"masked", "bilinear", "cnn", "logit", "tanh", "fields"}
+    assert set(JUDGED) == {"masked", "bilinear", "logit", "tanh", "rnn", "smooth", "attend"}
     assert all(task.held_out > VALIDATED + 300 for task in TASKS.values())
 
 
@@ -185,7 +185,7 @@ def test_where_the_learning_rate_given_stays_the_run_is_the_grids() -> None:
     """Bit for bit, under its watch: what a row tells is what was found, and no other noise."""
     task, steps = TASKS["logit"], 600
     rule = race(task, 0, around(steps), task.around)
-    rule.found, rule.bar = 0.0, None
+    rule.found, rule.contested = 0.0, False
     run = guarded(task, 0, rule, task.around)
     assert run.looks > 10
     assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]

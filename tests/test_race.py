@@ -121,7 +121,7 @@ def test_a_way_down_from_what_diverged_is_contested_and_from_what_ended_worse_is
     assert not worse.contested
     torn = raced(lambda x: stable(0.05, 0.01)(x) if x < 2.0 else math.inf)
     assert torn.contested, "the heat at the learning rate given stayed finite, the next did not"
-    assert torn.bar == torn.promise
+    assert torn.promise == pytest.approx(2.5, abs=0.1)
     torn.settle()
     assert torn.scale == worse.scale
 
@@ -135,6 +135,11 @@ def test_a_race_that_learns_nothing_is_not_taken_in_by_noise() -> None:
 
     rule = raced(loss)
     assert rule.scale == 1.0 or abs(math.log2(rule.scale / (8.0 * rule.translation(1)))) < 0.6
+    assert rule.scale == 1.0 or rule.contested
+    far = raced(lambda x: loss(x / 1000))
+    assert far.contested
+    far.settle()
+    assert far.scale == 1.0
 
 
 @pytest.mark.parametrize("n", [2, 8, 64])
@@ -271,12 +276,10 @@ def test_a_blind_race_takes_what_is_halfway_to_the_edge_if_the_run_shows_it(edge
     assert abs(math.log2(rule.scale / halfway)) < 0.7
     assert "between heats that learn next to nothing at" in rule.verdict
     assert "but the race was blind, so that the run has to show it" in rule.verdict
-    assert rule.promise == pytest.approx((2.31 + 2.25) / 2, abs=0.01)
-    lowest = 2 * rule.promise - 2.31
-    assert rule.bar == pytest.approx(2.31 - 1.35 * (2.31 - lowest))
+    assert 2.31 - 1.35 * 0.06 <= rule.promise < 2.31 - 1.35 * 0.04, "more than a heat learnt"
     copied = Race(replicas=8, total_steps=S, adaptive=True)
     copied.load_state_dict(json.loads(json.dumps(rule.state_dict())))
-    assert (copied.contested, copied.bar, copied.promise) == (True, rule.bar, rule.promise)
+    assert (copied.contested, copied.blind, copied.promise) == (True, True, rule.promise)
     rule.settle()
     assert not rule.contested
     if edge > 0.1:  # otherwise the heat at the learning rate given diverged, or the next to it

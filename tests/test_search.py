@@ -126,6 +126,7 @@ class Run:
 
 
 @pytest.mark.parametrize("how", ["adamw", "sgd", "fused"])
+@sighted
 def test_one_replica_finds_a_better_rate_and_goes_back_to_its_start(how: str) -> None:
     torch.manual_seed(0)
     model = toy(wrap=False, norm=True)
@@ -582,6 +583,7 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
     assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
 
 
+@sighted
 def _wide(rank: int, size: int, lr: float) -> Any:
     run = Run(rank, lr=lr, how="sgd", total=2 * S)
     while run.scheduler.searching:
