@@ -87,7 +87,7 @@ class Exploring:
 
     @property
     def watching(self) -> bool:
-        """True while what a race found is guarded, for three quarters of the run."""
+        """True while the run after a race is looked at, for three quarters of it."""
         return self._search is not None and self._search.guard is not None
 
     @property
@@ -879,6 +879,12 @@ def races(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
     return total_steps >= least
 
 
+def divides_by_the_gradient(optimizer: Optimizer) -> bool:
+    """Whether a step's size does not grow with the gradient's: Adam and its kin, RMSprop, Adagrad,
+    Lion, Muon, and not SGD. What divides has something against a zero, or betas."""
+    return not {"eps", "betas"}.isdisjoint(optimizer.defaults)
+
+
 def _make_search(
     cycle: Round,
     outline: Outline,
@@ -886,11 +892,10 @@ def _make_search(
     switch: Callable[[str], None],
     place: Callable[[], Any],
 ) -> Search:
-    adaptive = "betas" in cycle.averaged.optimizer.defaults
     race = Race(
         replicas=cycle.replicas.size,
         total_steps=total_steps,
-        adaptive=adaptive,
+        adaptive=divides_by_the_gradient(cycle.averaged.optimizer),
         idle=not races(cycle.config, cycle.replicas, total_steps),
     )
     return Search(race, cycle, outline=outline, switch=switch, place=place)

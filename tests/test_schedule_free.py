@@ -10,6 +10,7 @@ from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch.optim.lr_scheduler import LambdaLR
 
 from hdet_scale import AutoLR, HDETConfig
+from tests.raced import sighted
 from tests.toy import batch, parameters, same, toy
 
 S = 4000
@@ -53,6 +54,7 @@ class Run:
 
 
 @pytest.mark.parametrize("kind", [AdamWScheduleFree, SGDScheduleFree])
+@sighted
 def test_a_race_goes_back_to_a_fresh_average_and_finds_more(kind: Any) -> None:
     run = Run(kind, 1e-5)
     start = parameters(run.model)

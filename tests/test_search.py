@@ -23,10 +23,20 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet_scale import AutoLR, FusedAdamW, HDETConfig, OneCycleAutoLR, Replicas, fsdp
+from hdet_scale import (
+    AutoLR,
+    FusedAdamW,
+    FusedLion,
+    FusedSGD,
+    HDETConfig,
+    OneCycleAutoLR,
+    Replicas,
+    fsdp,
+)
 from hdet_scale.converge import local
 from hdet_scale.outline import outline_of
 from hdet_scale.probe import Probe, common_batches
+from hdet_scale.schedulers import divides_by_the_gradient
 from tests.fleet import Fleet
 from tests.raced import sighted
 from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
@@ -715,3 +725,22 @@ def test_many_replicas_run_a_level_as_one_data_parallel_team(quartet: Fleet, eng
     assert same(*[end for _, _, end, _ in out]), "after the race gradients are those of all"
     if engine == "ddp":
         assert [hooks for *_, hooks in out] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "divides"),
+    [
+        (AdamW, True),
+        (FusedAdamW, True),
+        (FusedLion, True),
+        (torch.optim.Adagrad, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Muon, True),
+        (torch.optim.Adafactor, True),
+        (SGD, False),
+        (FusedSGD, False),
+    ],
+)
+def test_the_family_of_an_optimizer_is_told_by_what_it_divides_by(make: Any, divides: bool) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert divides_by_the_gradient(make([weight], lr=0.1)) is divides
