@@ -118,6 +118,7 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
         promise=rule.promise,
         contested=rule.contested,
+        duel=rule.duel,
         blind=rule.blind,
     )
     out, t = Guarded(0.0, watch.scale, 1, []), 0

@@ -31,9 +31,10 @@ Do no harm. What was found replaces the learning rate given only if
 
 1. it is further from it than a race can tell apart, a factor of 2 or 3 by family; and, where the
    lowest point counts, beats it by more than the scatter of the levels around the parabola;
-2. the race was not blind; and it is higher, or the heat at the learning rate given stayed finite.
-   Otherwise it is contested: what nothing learnt from says little, and a run's own batch and longer
-   warm-up may bear what a heat could not. The run then begins with the learning rate given and
+2. the race was not blind; and it is higher, or the heat at the learning rate given stayed finite,
+   and the levels of the first family are CLEAR. Otherwise it is contested: what nothing learnt from
+   says little, a run's own batch and longer warm-up may bear what a heat could not, and the noise
+   of a small batch has a bottom of its own. The run then begins with the learning rate given and
    decides (hdet_scale.watch). Where nobody watches (`settle`), the learning rate given stays,
    unless it diverged.
 
@@ -65,6 +66,8 @@ TIMID = 0.5 * math.log(2.0)
 """What a blind race stays below the middle of its heats."""
 UNSURE = math.log(3.0)
 """A factor that a blind race cannot tell apart."""
+CLEAR = 12.0
+"""Times the scatter of the levels that the best of them should have learnt."""
 SHOWN = 1.35
 """Times what the best heat took off the loss: by that a run shows that it learns, where a race was
 blind."""
@@ -180,6 +183,8 @@ class Race:
         """True where the heats hardly learnt anything."""
         self.contested = False
         """True where the run has to decide, beginning with the learning rate given."""
+        self.duel = False
+        """True where it decides by which of the two learns more."""
         self.verdict = ""
         if idle:
             self.skip()
@@ -303,11 +308,24 @@ class Race:
         first, lowest = self.start.mean, self._lowest(losses)
         if math.isfinite(first):
             self.promise = first - (SHOWN if self.blind else 0.5) * (first - lowest)
-        self.contested = self.blind or (found < 0.0 and self._diverged())
+        noisy = first - lowest < CLEAR * curve.scatter and not self.family.by_edge
+        self.contested, why = self._contested(found, noisy)
         if not self.contested:
             return f"found {ahead}"
-        why = "the race was blind" if self.blind else "the heat at the learning rate given diverged"
         return f"found {ahead}: but {why}, so that the run has to show it"
+
+    def _contested(self, found: float, noisy: bool) -> tuple[bool, str]:
+        """Whether a run might do better with the learning rate given than a race can see, and
+        why."""
+        if self.blind:
+            return True, "the race was blind"
+        if found > 0.0:
+            return False, ""
+        at = [loss for _, loss in self._at_given()]
+        if not all(math.isfinite(loss) for loss in at):
+            return True, "the heat at the learning rate given diverged"
+        self.duel = noisy and at[0] < self.start.mean
+        return self.duel, "the levels are noisy, and the one at the learning rate given learnt too"
 
     def _best(self, losses: Sequence[float], curve: Parabola) -> tuple[float, str]:
         """x* as the levels of this stage have it, and where it comes from."""
@@ -355,7 +373,7 @@ class Race:
     def settle(self) -> None:
         """Decide what is contested without a run that shows it."""
         contested, self.contested = self.contested, False
-        if contested and not self._diverged():
+        if contested and all(math.isfinite(loss) for _, loss in self._at_given()):
             self.found = 0.0
             self.verdict += ": nobody looks, the schedule given stays"
 
@@ -365,12 +383,12 @@ class Race:
         first = self.start.mean
         return 1 - self._lowest(losses) / first if 0 < first < math.inf else 1.0
 
-    def _diverged(self) -> bool:
-        """Whether the heat at the very learning rate given, not translated, did, or the next above
-        it. A loss above the one before it says little: the batch of the run is larger."""
+    def _at_given(self) -> list[tuple[float, float]]:
+        """The heat at the very learning rate given, not translated, and the next above it. A loss
+        above the one before it says little: the batch of the run is larger."""
         at = math.log(self.translation(0))
         nearest = min(range(self.size), key=lambda k: abs(self.coarse[k][0] - at))
-        return not all(math.isfinite(loss) for _, loss in self.coarse[nearest : nearest + 2])
+        return self.coarse[nearest : nearest + 2]
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -389,6 +407,7 @@ class Race:
             "promise": self.promise,
             "blind": self.blind,
             "contested": self.contested,
+            "duel": self.duel,
             "verdict": self.verdict,
         }
 
@@ -404,6 +423,7 @@ class Race:
         self.promise = float(state.get("promise", math.inf))
         self.blind = bool(state.get("blind", False))
         self.contested = bool(state.get("contested", False))
+        self.duel = bool(state.get("duel", False))
         self.verdict = str(state["verdict"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:

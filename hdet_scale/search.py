@@ -255,6 +255,7 @@ class Search:
             before=look(self.probe, self.cycle)[0],
             promise=self.rule.promise,
             contested=self.rule.contested,
+            duel=self.rule.duel,
             blind=self.rule.blind,
         )
         return Guard(watch, self.cycle, mark, self.place())

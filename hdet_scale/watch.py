@@ -28,11 +28,13 @@ row, not below BROKEN times the mark's; after it, not below the promise: some le
 at first and die. The run then starts again with a quarter of what was found, at last with the
 learning rate given, of which nothing was promised.
 
-What a race found may be contested: where it was blind, or its heats could not bear the learning
-rate given. The run itself decides then, with its own batch and warm-up: the learning rate given is
-on trial first. If it keeps the promise it stays; if it does not, what was found is next. After a
-blind race quarters of that follow, and of the learning rate given, until one of them learns: where
-networks die, the race has nothing to tell them from those that have not begun to learn.
+What a race found may be contested: where it was blind, its heats could not bear the learning rate
+given, or were noisy and learnt with it too. The run itself decides then, with its own batch and
+warm-up: the learning rate given is on trial first. If it keeps the promise it stays; if it does
+not, what was found is next. In the last case it is a duel: both have a turn, until DUEL of the
+path, and the one whose held-out loss is lower then is the run's. After a blind race quarters of
+what was found follow, and of the learning rate given, until one of them learns: where networks die,
+the race has nothing to tell them from those that have not begun to learn.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
@@ -75,6 +77,8 @@ PATIENCE = 2
 """Looks in a row that are a verdict."""
 TRIED = 0.05
 """Share of the schedule's path after which a start must have come below what was promised."""
+DUEL = 0.1
+"""The same for two starts that are held against each other."""
 BROKEN = 2.0
 """Times the loss at the mark."""
 STEP_BACK = 4.0
@@ -94,6 +98,7 @@ class Watch:
     before: the losses at the mark, one a batch.
     promise: the held-out loss that a start must come below; infinite where nothing was promised.
     contested: True where the learning rate given is on trial first.
+    duel: True where it is then held against what was found, and not against the promise.
     blind: True where the race was, so that less than the learning rate given may be right too.
     """
 
@@ -107,10 +112,12 @@ class Watch:
         before: Sequence[float],
         promise: float = math.inf,
         contested: bool = False,
+        duel: bool = False,
         blind: bool = False,
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
         self.found, self.promise, self.contested, self.blind = scale, promise, contested, blind
+        self.duel, self.rival = duel, math.nan
         self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""
@@ -148,8 +155,8 @@ class Watch:
         self._end_in_time()
         if self._fails(mean):
             return self._step_back(mean)
-        if self.scale == 1.0 and not self.tried:
-            return None  # the user's own: a loss may go up and down while it warms up
+        if not self.tried and (self.duel or self.scale == 1.0):
+            return None  # a loss may go up and down while it warms up
         if mean < statistics.fmean(self.best[: len(losses)]):
             self.best, self.trained, self.rises = losses, trained, 0
         elif math.isfinite(mean):
@@ -164,19 +171,38 @@ class Watch:
             limit = min(limit, self.promise)
         self.breaks = 0 if mean < limit else self.breaks + 1
         if self.breaks >= PATIENCE:
+            self.duel = self.duel and not self.contested  # what breaks is no rival
             return True
-        if self.tried or self.path < TRIED * self.mean * self.total_steps:
+        share = DUEL if self.duel else TRIED
+        if self.tried or self.path < share * self.mean * self.total_steps:
             return False
         self.tried = True
+        return self._loses(mean) if self.duel else not self._keeps(mean)
+
+    def _keeps(self, mean: float) -> bool:
         kept = mean < self.promise
         if kept and self.contested:
             self.verdict = f"the learning rate given stays: {self._told(mean)}"
             self.contested = False
-        return not kept
+        return kept
+
+    def _loses(self, mean: float) -> bool:
+        """Of two turns: the first is only heard."""
+        if self.contested:
+            self.rival = mean
+            return True
+        lost = not mean < self.rival
+        if not lost:
+            self.verdict = f"what was found stays: {self._told(mean)}"
+            self.duel = False
+        return lost
 
     def _told(self, mean: float) -> str:
         before = statistics.fmean(self.before)
-        return f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
+        told = f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
+        if self.duel and not self.contested:
+            told += f", {self.rival:.4g} with the learning rate given"
+        return told
 
     def _step_back(self, mean: float) -> float | None:
         told, scale = self._told(mean), self._next()
@@ -184,6 +210,7 @@ class Watch:
             self.verdict = f"{told}, at a learning rate that is not above the one given"
             self.over = True
             return None
+        self.duel = self.duel and self.contested
         self.scale, self.contested = scale, False
         self.verdict = f"{told}: the run starts again with {scale:.3g} x the learning rate given"
         if scale == 1.0:
@@ -196,6 +223,8 @@ class Watch:
         """What is on trial after the present scale has failed; None where nothing is left."""
         if self.contested:
             return self.found
+        if self.duel:
+            return 1.0  # lost to the learning rate given
         less = self.scale / STEP_BACK
         if not self.blind:
             return max(1.0, less) if self.scale > 1.0 else None
@@ -251,6 +280,8 @@ class Watch:
             "found": self.found,
             "promise": self.promise,
             "contested": self.contested,
+            "duel": self.duel,
+            "rival": self.rival,
             "blind": self.blind,
             "before": list(self.before),
             "best": list(self.best),
@@ -277,8 +308,10 @@ class Watch:
             before=state["before"],
             promise=float(state["promise"]),
             contested=bool(state["contested"]),
+            duel=bool(state["duel"]),
             blind=bool(state["blind"]),
         )
+        watch.rival = float(state["rival"])
         watch.scale = float(state["scale"])
         watch.best = [float(x) for x in state["best"]]
         watch.trained = float(state["trained"])

@@ -368,3 +368,28 @@ def test_sums_are_all_that_a_level_needs(losses: list[float]) -> None:
     assert total.count == len(losses)
     assert total.mean == pytest.approx(sum(losses) / len(losses), abs=1e-9)
     assert Level.of(math.nan) == Level()
+
+
+@pytest.mark.parametrize(("noise", "duel"), [(0.0, False), (0.12, True)])
+def test_a_noisy_way_down_is_a_duel_where_the_learning_rate_given_learnt_too(
+    noise: float, duel: bool
+) -> None:
+    """The noise of heats of few examples has a bottom of its own."""
+    rng = random.Random(3)
+
+    def loss(x: float) -> float:
+        return 2.0 + 0.05 * math.log(x / 0.05) ** 2 + rng.gauss(0.0, noise)
+
+    rule = played(3.0, loss)
+    assert rule.scale < 0.4
+    assert rule.duel is rule.contested is duel
+    assert ("the levels are noisy" in rule.verdict) is duel
+    copied = Race(replicas=8, total_steps=S, adaptive=True)
+    copied.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert copied.duel is duel
+    rule.settle()
+    assert (rule.scale == 1.0) is duel
+    torn = played(3.0, lambda x: loss(x) + (9.0 if x > 0.2 else 0.0))
+    assert not torn.duel, "it broke"
+    up = played(3.0, lambda x: loss(x / 1000))
+    assert not up.contested

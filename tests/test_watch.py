@@ -324,3 +324,71 @@ def test_it_goes_on_where_it_was_interrupted(moment: int) -> None:
     whole = run(watch(), 0, moment)
     again = Watch.of_state(copy.deepcopy(whole.state_dict()))
     assert run(whole, moment, S).state_dict() == run(again, moment, S).state_dict()
+
+
+def duel() -> Watch:
+    return Watch(
+        total_steps=S,
+        begun=70,
+        mean=0.5,
+        scale=0.1,
+        before=BEFORE,
+        promise=2.0,
+        contested=True,
+        duel=True,
+    )
+
+
+def turns(given: float, found: float) -> Any:
+    """Held-out losses that fall towards these values, by who has the turn."""
+
+    def losses(rule: Watch) -> tuple[list[float], float]:
+        end = given if rule.scale == 1.0 else found
+        return [end + 2.0 / (1.0 + rule.step)] * 8, 1.0
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "scales"),
+    [
+        (1.5, 1.4, [1.0, 0.1]),
+        (1.4, 1.5, [1.0, 0.1, 1.0]),
+        (1.5, 1.5, [1.0, 0.1, 1.0]),  # a tie is the user's
+        (1.5, math.nan, [1.0, 0.1, 1.0]),
+        (math.nan, 1.5, [1.0, 0.1]),
+        (40.0, 1.5, [1.0, 0.1]),
+    ],
+)
+def test_in_a_duel_both_have_a_turn_and_the_lower_loss_is_the_runs(
+    given: float, found: float, scales: list[float]
+) -> None:
+    rule, losses = duel(), turns(given, found)
+    run = Played(rule, lambda _: losses(rule))
+    assert run.scales == scales
+    assert not rule.duel
+    assert not rule.contested
+    if scales[-1] == 1.0:
+        assert "with the learning rate given: the run starts again with 1 x" in rule.verdict
+        assert rule.begun < 70 + 2 * 0.2 * S, "a fifth of the path for both"
+    elif given == 1.5:
+        assert rule.verdict.startswith("what was found stays: the held-out loss is")
+        assert "with the learning rate given" in rule.verdict
+
+
+@pytest.mark.parametrize("moment", [10, 60, 100, 130, 300])
+def test_a_duel_goes_on_where_it_was_interrupted(moment: int) -> None:
+    losses = turns(1.4, 1.5)
+
+    def run(rule: Watch, first: int, last: int) -> Watch:
+        for _ in range(first, last):
+            rule.count(0.7)
+            if rule.due:
+                rule.look(*losses(rule))
+        return rule
+
+    whole = run(duel(), 0, moment)
+    again = Watch.of_state(copy.deepcopy(whole.state_dict()))
+    one, two = (run(w, moment, S).state_dict() for w in (whole, again))
+    assert str(one) == str(two)  # a rival that has not had its turn is not a number
+    assert one["scale"] == 1.0
