@@ -370,7 +370,7 @@ def test_sums_are_all_that_a_level_needs(losses: list[float]) -> None:
     assert Level.of(math.nan) == Level()
 
 
-@pytest.mark.parametrize(("noise", "duel"), [(0.0, False), (0.12, True)])
+@pytest.mark.parametrize(("noise", "duel"), [(0.0, False), (0.25, True)])
 def test_a_noisy_way_down_is_a_duel_where_the_learning_rate_given_learnt_too(
     noise: float, duel: bool
 ) -> None:
