@@ -103,6 +103,10 @@ class Stacked:
         buffer.mul_(0.9).add_(gradient)
         weight.sub_(rate * (gradient + 0.9 * buffer))
 
+    def judged(self) -> Params:
+        """The weights that a loss is taken of outside of training."""
+        return self.params
+
     def copies(self) -> Params:
         """A snapshot of the parameters."""
         return {k: v.detach().clone() for k, v in self.params.items()}

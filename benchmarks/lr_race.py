@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +70,12 @@ def probe(task: Task, params: Params, seed: int) -> Tensor:
     return torch.stack(drawn).double()
 
 
-def run_heat(task: Task, seed: int, rule: Race, start: float, data: int) -> list[Level]:
+def run_heat(
+    task: Task, seed: int, rule: Race, start: float, data: int, make: type[Stacked] = Stacked
+) -> list[Level]:
     """All replicas through one heat, each with its own batches; sums at each level."""
     heat, n = rule.heat(), rule.replicas
-    model = Stacked(task, weights(task, seed, n))
+    model = make(task, weights(task, seed, n))
     small = max(1, task.batch // n)
     batches = torch.stack([task.draw(data * n + r, heat.steps, small) for r in range(n)], 1)
     peak = start * torch.tensor(heat.multipliers)
@@ -80,19 +83,19 @@ def run_heat(task: Task, seed: int, rule: Race, start: float, data: int) -> list
         _, gradients = model.gradients(batch)
         model.step(peak * shape(i, heat.steps), gradients)
     seen = [Level() for _ in range(rule.size)]
-    for r, loss in enumerate(probe(task, model.params, seed).mean(0)):
+    for r, loss in enumerate(probe(task, model.judged(), seed).mean(0)):
         seen[heat.levels[r]] += Level.of(float(loss))
     return seen
 
 
-def race(task: Task, seed: int, total: int, start: float) -> Race:
+def race(task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked) -> Race:
     """The rule as it stands after its last heat."""
     rule = Race(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
     first = Level.of(float(probe(task, weights(task, seed), seed).mean()))
     heats = 0
     while not rule.over:
         heats += 1
-        rule.close(run_heat(task, seed, rule, start, 10_000 * (seed + 1) + heats), first)
+        rule.close(run_heat(task, seed, rule, start, 10_000 * (seed + 1) + heats, make), first)
     return rule
 
 
@@ -106,14 +109,21 @@ class Guarded:
     verdicts: list[str]
 
 
-def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
-    """The run after a race, all replicas as one, under a watch where something was found."""
+def guarded(
+    task: Task,
+    seed: int,
+    rule: Race,
+    start: float,
+    make: type[Stacked] = Stacked,
+    plays: Callable[[int, int], float] = scheduled,
+) -> Guarded:
+    """The run after a race, all replicas as one, under its watch; `plays` is the schedule."""
     total = rule.total_steps
     left = total - rule.budget
     watch = Watch(
         total_steps=total,
         begun=rule.budget,
-        mean=statistics.fmean(scheduled(t, total) for t in range(total)),
+        mean=statistics.fmean(plays(t, total) for t in range(total)),
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
         promise=rule.promise,
@@ -122,9 +132,9 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         blind=rule.blind,
     )
     out, t = Guarded(0.0, watch.scale, 1, []), 0
-    model, batches = Stacked(task, weights(task, seed)), task.draw(seed, left)
+    model, batches = make(task, weights(task, seed)), task.draw(seed, left)
     for batch in batches:
-        share = scheduled(t, left)
+        share = plays(t, left)
         losses, gradients = model.gradients(batch[None])
         model.step(torch.tensor([start * out.scale]) * share, gradients)
         t += 1
@@ -132,14 +142,14 @@ def guarded(task: Task, seed: int, rule: Race, start: float) -> Guarded:
         if not watch.due:
             continue
         out.looks += 1
-        seen = probe(task, model.params, seed)[:, 0].tolist()
+        seen = probe(task, model.judged(), seed)[:, 0].tolist()
         again = watch.look(seen, float(losses[0]))
         if watch.verdict not in ("", *out.verdicts):
             out.verdicts.append(watch.verdict)
         if again is not None:
             out.scale, left, t = again, left - t, 0
-            model = Stacked(task, weights(task, seed))
-    out.loss = float(task.validate(model.params, VALIDATED)[0])
+            model = make(task, weights(task, seed))
+    out.loss = float(task.validate(model.judged(), VALIDATED)[0])
     return out
 
 
@@ -151,11 +161,20 @@ def around(steps: int) -> int:
     return total
 
 
-def raced(task: Task, seed: int, steps: int, start: float, *, inside: bool) -> Row:
+def raced(
+    task: Task,
+    seed: int,
+    steps: int,
+    start: float,
+    *,
+    inside: bool = False,
+    make: type[Stacked] = Stacked,
+    plays: Callable[[int, int], float] = scheduled,
+) -> Row:
     """A race, then the run with what it found, under its watch."""
     total = steps if inside else around(steps)
-    rule = race(task, seed, total, start)
-    run = guarded(task, seed, rule, start)
+    rule = race(task, seed, total, start, make)
+    run = guarded(task, seed, rule, start, make, plays)
     # A forward is a third of a step; replicas of the same weights split a probe.
     probed = (2 * rule.heats + (1 + run.looks) / REPLICAS) * PROBES / 3
     return {

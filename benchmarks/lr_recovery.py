@@ -27,9 +27,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.lr_free import Free, warmed
 from benchmarks.lr_problem import Task
 from benchmarks.lr_race import fixed, raced
-from benchmarks.lr_report import STARTS, by_task, figure, markdown, table
+from benchmarks.lr_report import FREE, STARTS, by_task, figure, markdown, table
 from benchmarks.lr_rivals import guided, others, paper
 from benchmarks.lr_rows import Rows
 from benchmarks.lr_tasks import TASKS
@@ -92,6 +93,13 @@ class Arbiter(Rows):
                 found = {"loss": loss, "rate": best * start, "extra": 0.0}
                 self.run(task, steps, seed, "fixed", start, lambda found=found: found)  # type: ignore[misc]
         if steps == task.steps[0]:
+            for start in (0.1, 1.0, 10.0):
+                self.run(
+                    task, steps, seed, FREE, start,
+                    lambda at=best * start: raced(  # type: ignore[misc]
+                        task, seed, steps, at, make=Free, plays=warmed
+                    ),
+                )  # fmt: skip
             for start in (0.1, 10.0):
                 at = best * start
                 self.run(

@@ -10,6 +10,7 @@ from benchmarks.lr_rows import Rows, mean_or_inf
 from benchmarks.lr_tasks import DEVELOPED, JUDGED, TASKS
 
 STARTS = (0.01, 0.1, 1.0, 10.0)
+FREE = "auto beneath schedule-free"
 MEANS = {"first seven": [*DEVELOPED][:7], "with *": [*JUDGED]}
 """Of which tasks the tables have a mean; beside the median of all."""
 SHORT = (
@@ -20,6 +21,7 @@ SHORT = (
 """Columns of the README's table."""
 ORDER = (
     *(("auto", start) for start in STARTS),
+    *((FREE, start) for start in (0.1, 1.0, 10.0)),
     *(("auto inside", start) for start in (0.1, 10.0)),
     *(("fixed", start) for start in (0.01, 0.1, 10.0)),
     *((name, start) for name in ("slope", "climb") for start in (0.1, 10.0)),

@@ -117,7 +117,7 @@ class Watch:
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
         self.found, self.promise, self.contested, self.blind = scale, promise, contested, blind
-        self.duel, self.rival = duel, math.nan
+        self.duel, self.rival = duel, math.inf
         self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
+from benchmarks.lr_free import Free
 from benchmarks.lr_problem import Stacked, Task
 from benchmarks.lr_race import (
     REPLICAS,
@@ -76,6 +78,34 @@ def test_stacked_copies_step_as_torchs_optimizers_do(name: str) -> None:
             optimizer.step()
         for key, value in model.weights.items():
             torch.testing.assert_close(stacked.params[key][i], value[0], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt", "conv", "vit"])
+def test_copies_without_a_schedule_step_as_the_librarys_do(name: str) -> None:
+    """Three copies at three learning rates, a warm-up and a decay, against three optimizers."""
+    task = TASKS[name]
+    rates = [task.around / 4, task.around / 2, task.around]
+    free = Free(task, weights(task, 0, 3))
+    batches = task.draw(5, 6, 8)
+    shares = (0.5, 1.0, 1.0, 0.7, 0.2, 0.0)
+    for batch, share in zip(batches, shares, strict=True):
+        _, gradients = free.gradients(batch.expand(3, -1))
+        free.step(torch.tensor(rates) * share, gradients)
+    adam = task.optimizer == "adamw"
+    kind = AdamWScheduleFree if adam else SGDScheduleFree
+    for i, rate in enumerate(rates):
+        model = Copy(task, 0)
+        optimizer = kind(model.parameters(), lr=rate, weight_decay=task.weight_decay)
+        optimizer.train()
+        for batch, share in zip(batches, shares, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * share
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+        optimizer.eval()
+        judged = free.judged()
+        for key, value in model.weights.items():
+            torch.testing.assert_close(judged[key][i], value[0], rtol=2e-3, atol=2e-4)
 
 
 def _real(rank: int, size: int, name: str) -> Any:
