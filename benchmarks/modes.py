@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet_scale import OneCycleAutoLR, fsdp
 from hdet_scale.config import ConvergePolicy
 from hdet_scale.converge import local
+from hdet_scale.exploring import Exploring
 from hdet_scale.model import GPT, GPTConfig
-from hdet_scale.schedulers import Exploring
 
 GPT2_VOCABULARY = 50257
 SIZES = {

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.schedulers import AutoLR, Exploring
+from hdet_scale.exploring import Exploring
+from hdet_scale.schedulers import AutoLR
 
 
 class Counted:

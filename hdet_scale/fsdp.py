@@ -29,11 +29,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet_scale.assembly import races
 from hdet_scale.averaged import trained
 from hdet_scale.buckets import plan
 from hdet_scale.config import HDETConfig
 from hdet_scale.converge import distinct
-from hdet_scale.schedulers import AutoLR, Exploring, races
+from hdet_scale.exploring import Exploring
+from hdet_scale.schedulers import AutoLR
 from hdet_scale.topology import Replicas, advise_mesh, shard_size_of
 
 logger = logging.getLogger("hdet_scale")

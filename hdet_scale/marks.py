@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hdet_scale.schedulers import Exploring
+from hdet_scale.exploring import Exploring
 
 
 def save(folder: Path, scheduler: Exploring) -> None:

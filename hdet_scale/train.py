@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_scale import checkpoints
+from hdet_scale.assembly import GUIDED
 from hdet_scale.boards import BOARDS, boards
 from hdet_scale.config import HDETConfig, read
 from hdet_scale.model import GPT, SIZES, GPTConfig
 from hdet_scale.progress import Show, shown
 from hdet_scale.round import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, plain
-from hdet_scale.schedulers import GUIDED
 from hdet_scale.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
 from hdet_scale.workers import Refused, WorkerError, messages
 

@@ -24,9 +24,9 @@ from torch.utils.data.distributed import DistributedSampler
 from hdet_scale import marks
 from hdet_scale import zero_checkpoint as checkpoint
 from hdet_scale.config import HDETConfig
+from hdet_scale.exploring import Exploring
 from hdet_scale.gradient_mean import GradientMean
 from hdet_scale.round import Round, RoundRecord
-from hdet_scale.schedulers import Exploring
 from hdet_scale.topology import Replicas
 from hdet_scale.zero import Partitions, check_attributes
 

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.schedulers import AutoLR, Exploring, OneCycleAutoLR
+from hdet_scale.exploring import Exploring
+from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 from hdet_scale.zero import Partitions, partitions_of
 from hdet_scale.zero_settings import KEYS

@@ -28,7 +28,7 @@ GIVEN = (1e-5, 2e-5)
 def short_runs() -> Iterator[None]:
     """rule="auto" races from heats of five steps on: a test has no time for more."""
     with (
-        mock.patch("hdet_scale.schedulers.ENOUGH", 5),
+        mock.patch("hdet_scale.assembly.ENOUGH", 5),
         mock.patch("hdet_scale.search.ENOUGH", 5),
     ):
         yield

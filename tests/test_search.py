@@ -33,10 +33,10 @@ from hdet_scale import (
     Replicas,
     fsdp,
 )
+from hdet_scale.assembly import divides_by_the_gradient
 from hdet_scale.converge import local
 from hdet_scale.outline import outline_of
 from hdet_scale.probe import Probe, common_batches
-from hdet_scale.schedulers import divides_by_the_gradient
 from tests.fleet import Fleet
 from tests.raced import sighted
 from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
@@ -477,7 +477,7 @@ def test_a_finished_race_is_carried_into_a_run_that_runs_none() -> None:
         first.step(learn(model, optimizer, first.steps_done, 0))
     state = copy.deepcopy(first.state_dict())
     first.detach()
-    with mock.patch("hdet_scale.schedulers.ENOUGH", 100):
+    with mock.patch("hdet_scale.assembly.ENOUGH", 100):
         other = scheduler(3500)
     assert not other.searching
     other.load_state_dict(state)
