@@ -42,7 +42,7 @@ def _which(indices: Tensor, train: int) -> Tensor:
     return torch.where(indices < train, indices % WHOLE, held)
 
 
-def _noisy_digits(indices: Tensor, train: int) -> tuple[Tensor, Tensor]:
+def noisy_digits(indices: Tensor, train: int) -> tuple[Tensor, Tensor]:
     """Digits under noise that hardly ever comes twice, so that they do not run out."""
     images, labels = _digits(0)
     which = _which(indices, train)
@@ -67,7 +67,7 @@ def digits(*, name: str = "digits", batch: int = 64, around: float = 0.2) -> Tas
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         count, examples = indices.shape
         x = images.view(count * examples, 1, 8, 8)
         for kernel in ("one", "two"):
@@ -168,7 +168,7 @@ def vit(*, name: str = "vit", batch: int = 32, around: float = 0.004) -> Task:
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         x = times(_patches(images), p["embed"]) + p["place"][:, None]
         q, k, v = times(functional.layer_norm(x, (width,)), p["qkv"]).chunk(3, -1)
         x = x + times(functional.scaled_dot_product_attention(q, k, v), p["mix"])
@@ -205,7 +205,7 @@ def mixer(*, name: str = "mixer", batch: int = 64, around: float = 0.1) -> Task:
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         x = times(_patches(images), p["embed"])
         for i in range(layers):
             places = functional.layer_norm(x, (width,)).transpose(2, 3)
@@ -242,7 +242,7 @@ def denoise(*, name: str = "denoise", batch: int = 64, around: float = 0.004) ->
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        noisy, _ = _noisy_digits(indices, train)
+        noisy, _ = noisy_digits(indices, train)
         clean = _digits(0)[0][_which(indices, train)]
         x = functional.relu(times(noisy.flatten(2), p["one"]))
         x = functional.relu(times(times(x, p["two"]), p["three"]))
@@ -272,7 +272,7 @@ def cnn(*, name: str = "cnn", batch: int = 64, around: float = 0.05) -> Task:
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         count, examples = indices.shape
         x = images.view(count * examples, 1, 8, 8)
         for i in range(3):
@@ -305,7 +305,7 @@ def logit(*, name: str = "logit", batch: int = 32, around: float = 0.05) -> Task
         return {"out": linear(g, 64, 10), "shift": torch.zeros(1, 10)}
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         return cross_entropy(times(images.flatten(2), p["out"]) + p["shift"], labels)
 
     return Task(
@@ -329,7 +329,7 @@ def tanh(*, name: str = "tanh", batch: int = 64, around: float = 0.004) -> Task:
         return params | {f"layer{i}": linear(g, hidden, hidden) for i in range(layers)}
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         x = times(images.flatten(2), p["enter"]).tanh()
         for i in range(layers):
             x = times(x, p[f"layer{i}"]).tanh()
@@ -368,7 +368,7 @@ def attend(*, name: str = "attend", batch: int = 64, around: float = 0.1) -> Tas
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = _noisy_digits(indices, train)
+        images, labels = noisy_digits(indices, train)
         x = times(_patches(images), p["embed"]) + p["place"][:, None]
         for i in range(layers):
             q, k, v = times(functional.layer_norm(x, (width,)), p[f"qkv{i}"]).chunk(3, -1)

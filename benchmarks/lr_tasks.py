@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks import lr_images, lr_tables, lr_texts
+from benchmarks import lr_images, lr_plateaus, lr_tables, lr_texts
 from benchmarks.lr_problem import Task
 
 DEVELOPED: Mapping[str, Task] = {
@@ -45,6 +45,10 @@ JUDGED: Mapping[str, Task] = {
         lr_images.logit(),
         lr_images.tanh(),
         lr_texts.rnn(),
+        lr_plateaus.sigmoid(),
+        lr_plateaus.parity(),
+        lr_plateaus.duels(),
+        lr_plateaus.recall(),
     )
 }
 """Tasks that were written when the rules were done, and on which nothing was chosen."""
