@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.lr_problem import Params, Stacked, Task
-from hdet_scale.race import Level, Race, shape
+from hdet_scale.race import Race
+from hdet_scale.stages import Level, shape
 from hdet_scale.watch import Watch
 
 REPLICAS = 8
@@ -74,29 +75,41 @@ def run_heat(
     task: Task, seed: int, rule: Race, start: float, data: int, make: type[Stacked] = Stacked
 ) -> list[Level]:
     """All replicas through one heat, each with its own batches; sums at each level."""
-    heat, n = rule.heat(), rule.replicas
+    heat, n = rule.heat(), rule.replicas // rule.team
     model = make(task, weights(task, seed, n))
     small = max(1, task.batch // n)
     batches = torch.stack([task.draw(data * n + r, heat.steps, small) for r in range(n)], 1)
-    peak = start * torch.tensor(heat.multipliers)
+    peak = start * torch.tensor(heat.multipliers[:: rule.team])
     for i, batch in enumerate(batches):
         _, gradients = model.gradients(batch)
         model.step(peak * shape(i, heat.steps), gradients)
     seen = [Level() for _ in range(rule.size)]
     for r, loss in enumerate(probe(task, model.judged(), seed).mean(0)):
-        seen[heat.levels[r]] += Level.of(float(loss))
+        seen[heat.levels[r * rule.team]] += Level.of(float(loss))
     return seen
 
 
-def race(task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked) -> Race:
-    """The rule as it stands after its last heat."""
+@dataclass
+class Raced:
+    """A race, and what it has cost."""
+
+    rule: Race
+    steps: int = 0
+    probed: float = 0.0
+    """Batches that every replica has evaluated; the members of a team split them."""
+
+
+def race(task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked) -> Raced:
+    """To its end."""
     rule = Race(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
     first = Level.of(float(probe(task, weights(task, seed), seed).mean()))
-    heats = 0
+    out = Raced(rule)
     while not rule.over:
-        heats += 1
-        rule.close(run_heat(task, seed, rule, start, 10_000 * (seed + 1) + heats, make), first)
-    return rule
+        out.steps += rule.heat().steps
+        out.probed += PROBES / rule.team
+        data = 10_000 * (seed + 1) + rule.heats_run + 1
+        rule.close(run_heat(task, seed, rule, start, data, make), first)
+    return out
 
 
 @dataclass
@@ -112,24 +125,23 @@ class Guarded:
 def guarded(
     task: Task,
     seed: int,
-    rule: Race,
+    raced: Raced,
     start: float,
     make: type[Stacked] = Stacked,
     plays: Callable[[int, int], float] = scheduled,
 ) -> Guarded:
     """The run after a race, all replicas as one, under its watch; `plays` is the schedule."""
-    total = rule.total_steps
-    left = total - rule.budget
+    rule = raced.rule
+    total, left = rule.total_steps, rule.total_steps - raced.steps
     watch = Watch(
         total_steps=total,
-        begun=rule.budget,
+        begun=raced.steps,
         mean=statistics.fmean(plays(t, total) for t in range(total)),
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
         promise=rule.promise,
         contested=rule.contested,
         duel=rule.duel,
-        blind=rule.blind,
     )
     out, t = Guarded(0.0, watch.scale, 1, []), 0
     model, batches = make(task, weights(task, seed)), task.draw(seed, left)
@@ -173,13 +185,13 @@ def raced(
 ) -> Row:
     """A race, then the run with what it found, under its watch."""
     total = steps if inside else around(steps)
-    rule = race(task, seed, total, start, make)
-    run = guarded(task, seed, rule, start, make, plays)
+    before = race(task, seed, total, start, make)
+    run = guarded(task, seed, before, start, make, plays)
     # A forward is a third of a step; replicas of the same weights split a probe.
-    probed = (2 * rule.heats + (1 + run.looks) / REPLICAS) * PROBES / 3
+    probed = (before.probed + (1 + run.looks) * PROBES / REPLICAS) / 3
     return {
         "loss": run.loss,
         "rate": start * run.scale,
         "extra": (total + probed) / steps - 1,
-        "verdict": "; ".join([rule.verdict, *run.verdicts]),
+        "verdict": "; ".join([before.rule.verdict, *run.verdicts]),
     }

@@ -69,14 +69,6 @@ class Exploring:
         return self._search.rule.verdict if self._search is not None else ""
 
     @property
-    def race_told(self) -> dict[str, Any]:
-        """What a run log's first line needs to say of a race, nothing where there is none: for
-        each stage c, a learning rate of the run over that of the heat which stands for it."""
-        if self._search is None:
-            return {}
-        return {"race": {"translations": [self._search.rule.translation(k) for k in (0, 1)]}}
-
-    @property
     def replicas(self) -> Replicas:
         """This rank's place among the replicas."""
         return self._round.replicas

@@ -2,8 +2,8 @@
 
 A heat's line says what each replica's peak learning rate was and the loss after its decay. A heat
 is short and has a part of the batch: the learning rate of the run that it stands for is c times as
-high, with the c of its stage, which the log's first line has (`race.translations`). The round that
-closes a stage has the race's verdict.
+high, the `translation` in its evidence. The round that closes a stage has the race's verdict, and
+the last is `over`.
 
 A look of the watch is a round of its own kind, with the held-out loss. One that sent the run back
 says so ("back" in its evidence): the run began anew after that step.
@@ -65,31 +65,27 @@ def race_of(log: Log) -> dict[str, Any] | None:
     lines = heats(log)
     if not lines:
         return None
-    stages = _stages(lines)
-    told = _translations(log, lines[0]["step"])
-    scales = told or [1.0] * len(stages)
     return {
         "steps": steps_of_race(log),
         "heats": len(lines),
-        "translated": bool(told),
         "given": lines[0]["bases"],
         "found": lines[-1]["bases"] if _over(lines) else None,
-        "stages": [_stage(*each) for each in zip(stages, scales, strict=False)],
+        "stages": [_stage(stage) for stage in _stages(lines)],
         "x": [line["step"] for line in lines],
         "peaks": {
-            name: [
-                [rate * scale for rate in line["values"][name]]
-                for stage, scale in zip(stages, scales, strict=False)
-                for line in stage
-            ]
+            name: [[rate * _translation(x) for rate in x["values"][name]] for x in lines]
             for name in lines[0]["values"]
         },
     }
 
 
 def _over(lines: Sequence[dict[str, Any]]) -> bool:
-    """Both stages have as many heats; a race that found nothing finite counts past the second."""
-    return bool(lines[-1]["verdict"]) and lines[-1]["round"] + 1 == 2 * len(_stages(lines)[0])
+    return bool(lines[-1]["evidence"]["over"])
+
+
+def _translation(line: dict[str, Any]) -> float:
+    """c: what a learning rate of the run is over that of the heat which stands for it."""
+    return float(line["evidence"]["translation"])
 
 
 def _stages(lines: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -101,14 +97,7 @@ def _stages(lines: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return stages
 
 
-def _translations(log: Log, step: int) -> list[float]:
-    """Of the process that ran the race: a later one may have other replicas."""
-    before = [line["run"] for line in log.starts if line["step"] < step]
-    told = (before[-1].get("race") or {}) if before else {}
-    return [float(c) for c in told.get("translations", ())]
-
-
-def _stage(lines: Sequence[dict[str, Any]], scale: float) -> dict[str, Any]:
+def _stage(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Its levels in order. Replicas that ran the same one have told the mean of that heat."""
     levels: dict[tuple[float, ...], list[float | None]] = {}
     names = list(lines[0]["values"])
@@ -116,7 +105,7 @@ def _stage(lines: Sequence[dict[str, Any]], scale: float) -> dict[str, Any]:
         rates = zip(*(line["values"][name] for name in names), strict=True)
         for at, loss in zip(rates, line["losses"], strict=True):
             levels.setdefault(at, []).append(loss)
-    order = sorted(levels)
+    order, scale = sorted(levels), _translation(lines[0])
     return {
         "rates": {name: [at[i] * scale for at in order] for i, name in enumerate(names)},
         "losses": [_mean(levels[at]) for at in order],

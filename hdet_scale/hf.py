@@ -131,7 +131,6 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                     "replicas": place.size,
                     "shards": place.shard_size,
                     "interval": self.config.interval,
-                    **self.scheduler.race_told,
                 }
             )
             self.scheduler.on_round(self._log.round)

@@ -24,8 +24,9 @@ from hdet_scale.guard import Guard, look
 from hdet_scale.mark import Mark
 from hdet_scale.outline import Outline
 from hdet_scale.probe import Probe, mean_of
-from hdet_scale.race import ENOUGH, Heat, Level, Race, shape
+from hdet_scale.race import ENOUGH, Race
 from hdet_scale.round import LossMeter, Round, RoundRecord
+from hdet_scale.stages import Heat, Level, shape
 from hdet_scale.topology import Replicas
 from hdet_scale.watch import Watch
 
@@ -59,7 +60,8 @@ class Search:
         self.meter = LossMeter()
         self._mark: Mark | None = None
         self._first = math.nan
-        self._team: Replicas | None = None
+        self._teams: dict[int, Replicas] = {}
+        """By their size: the long stage has larger ones."""
         self._orphan = False
 
     @property
@@ -86,10 +88,11 @@ class Search:
     def team(self) -> Replicas:
         """The replicas that run a level together with this one; collective among them at first.
         Their group stays, idle: torch would give another race's the same name after its end."""
-        if self._team is None:
+        size = self.rule.team
+        if size not in self._teams:
             self.cycle.connect()
-            self._team = self.replicas.team(self.rule.team)
-        return self._team
+            self._teams[size] = self.replicas.team(size)
+        return self._teams[size]
 
     @property
     def marked(self) -> bool:
@@ -99,8 +102,7 @@ class Search:
     @property
     def last_heat(self) -> int:
         """Steps of the heat that has just ended."""
-        stage = self.rule.stage if self.rule.index else self.rule.stage - 1
-        return self.rule.steps(max(stage, 0))
+        return self.rule.last_heat
 
     @property
     def between_heats(self) -> bool:
@@ -175,7 +177,7 @@ class Search:
                 f"{self.step} steps into a heat of the race the replicas are apart: attach before "
                 "the run, or between two heats"
             )
-        self._team = None
+        self._teams.clear()
         if self.cycle.config.rule == "auto" and total < Race.least_steps(size, ENOUGH):
             self.rule.skip()
             self._end()
@@ -207,7 +209,8 @@ class Search:
         self._first = math.nan
 
     def _judge(self) -> None:
-        heat, start = self.rule.heat(), time.perf_counter()
+        heat, team, start = self.rule.heat(), self.rule.team, time.perf_counter()
+        c = self.rule.translation(heat.stage)
         losses = self._own_losses()
         seconds = time.perf_counter() - start
         levels, first = self._share(heat, mean_of(losses))
@@ -219,14 +222,17 @@ class Search:
         verdict = "" if self.rule.index else self.rule.verdict
         if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
             logger.info("race, step %d: %s", self.done, verdict)
-        self._publish(heat.levels, levels, values, verdict, losses, seconds)
+        self._publish(heat.levels, levels, values, verdict, losses, seconds, c)
         if self.rule.over:
             self._end()
+        elif self.rule.team != team:
+            self.switch("local")  # larger teams, of replicas that share gradients
 
     def _end(self) -> None:
         self.guard = self._guard()
         self.cycle.find(self._begins_with)
-        self._mark, self._team = None, None
+        self._mark = None
+        self._teams.clear()
         self.switch(self.cycle.config.gradients)
 
     @property
@@ -255,8 +261,6 @@ class Search:
             before=look(self.probe, self.cycle)[0],
             promise=self.rule.promise,
             contested=self.rule.contested,
-            duel=self.rule.duel,
-            blind=self.rule.blind,
         )
         return Guard(watch, self.cycle, mark, self.place())
 
@@ -290,10 +294,11 @@ class Search:
         verdict: str,
         losses: Sequence[float],
         seconds: float,
+        translation: float,
     ) -> None:
         names = [f.name for f in self.cycle.factors]
         record = RoundRecord(
-            round=self.rule.stage * self.rule.heats + self.rule.index - 1,
+            round=self.rule.heats_run - 1,
             step=self.done,
             losses=tuple(levels[k].mean for k in places),
             values={n: tuple(v) for n, v in zip(names, values, strict=True)},
@@ -306,6 +311,7 @@ class Search:
             verdict=verdict,
             probe_losses=tuple(losses),
             probe_seconds=seconds,
+            evidence={"translation": translation, "over": float(self.rule.over)},
         )
         for listener in self.cycle.listeners:
             listener(record)

@@ -365,7 +365,6 @@ def _about(args: argparse.Namespace, job: Job, shape: GPTConfig) -> dict[str, An
         "asked": _asked(args),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "device": job.device.type,
-        **job.scheduler.race_told,
     }
 
 

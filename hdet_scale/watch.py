@@ -28,13 +28,11 @@ row, not below BROKEN times the mark's; after it, not below the promise: some le
 at first and die. The run then starts again with a quarter of what was found, at last with the
 learning rate given, of which nothing was promised.
 
-What a race found may be contested: where it was blind, its heats could not bear the learning rate
-given, or were noisy and learnt with it too. The run itself decides then, with its own batch and
-warm-up: the learning rate given is on trial first. If it keeps the promise it stays; if it does
-not, what was found is next. In the last case it is a duel: both have a turn, until DUEL of the
-path, and the one whose held-out loss is lower then is the run's. After a blind race quarters of
-what was found follow, and of the learning rate given, until one of them learns: where networks die,
-the race has nothing to tell them from those that have not begun to learn.
+What a race found may be contested: its heats could not bear the learning rate given, or were noisy
+and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
+rate given is on trial first. If it keeps the promise it stays; if it does not, what was found is
+next. In the second case it is a duel: both have a turn, until DUEL of the path, and the one whose
+held-out loss is lower then is the run's.
 
 Looks are rare and ever rarer, at steps a factor GROWTH apart. They end at UNTIL of the run, or with
 a turn so late that what is left is less than ENOUGH of the way there: from then on the run is plain
@@ -83,9 +81,6 @@ BROKEN = 2.0
 """Times the loss at the mark."""
 STEP_BACK = 4.0
 """What a scale that failed is divided by."""
-LEAST = 1 / 16
-"""Of the learning rate given, or of what was found where that is less: as far as a blind race's
-run goes down."""
 
 
 class Watch:
@@ -99,7 +94,6 @@ class Watch:
     promise: the held-out loss that a start must come below; infinite where nothing was promised.
     contested: True where the learning rate given is on trial first.
     duel: True where it is then held against what was found, and not against the promise.
-    blind: True where the race was, so that less than the learning rate given may be right too.
     """
 
     def __init__(
@@ -113,10 +107,9 @@ class Watch:
         promise: float = math.inf,
         contested: bool = False,
         duel: bool = False,
-        blind: bool = False,
     ) -> None:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
-        self.found, self.promise, self.contested, self.blind = scale, promise, contested, blind
+        self.found, self.promise, self.contested = scale, promise, contested
         self.duel, self.rival = duel, math.inf
         self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
@@ -225,14 +218,7 @@ class Watch:
             return self.found
         if self.duel:
             return 1.0  # lost to the learning rate given
-        less = self.scale / STEP_BACK
-        if not self.blind:
-            return max(1.0, less) if self.scale > 1.0 else None
-        if self.scale == 1.0:
-            return None
-        if self.scale > 1.0 and less < 2.0:
-            less = 1.0 / STEP_BACK  # the learning rate given has failed already
-        return less if less >= LEAST * min(1.0, self.found) else 1.0
+        return max(1.0, self.scale / STEP_BACK) if self.scale > 1.0 else None
 
     # -- what overfits --------------------------------------------------------------------------
 
@@ -282,7 +268,6 @@ class Watch:
             "contested": self.contested,
             "duel": self.duel,
             "rival": self.rival,
-            "blind": self.blind,
             "before": list(self.before),
             "best": list(self.best),
             "trained": self.trained,
@@ -309,7 +294,6 @@ class Watch:
             promise=float(state["promise"]),
             contested=bool(state["contested"]),
             duel=bool(state["duel"]),
-            blind=bool(state["blind"]),
         )
         watch.rival = float(state["rival"])
         watch.scale = float(state["scale"])

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.converge import local
 from hdet_scale.runlog import RunLog
+from hdet_scale.stages import LONG
 from tests.toy import learn, toy
 
 STEPS, EVERY = 1600, 10
@@ -32,6 +33,18 @@ def short_runs() -> Iterator[None]:
         mock.patch("hdet_scale.search.ENOUGH", 5),
     ):
         yield
+
+
+@contextlib.contextmanager
+def blind(parts: int) -> Iterator[None]:
+    """Every race has a long stage, of so many teams."""
+    before = LONG.parts
+    object.__setattr__(LONG, "parts", parts)
+    try:
+        with mock.patch("hdet_scale.race.LEARNT", 2.0):
+            yield
+    finally:
+        object.__setattr__(LONG, "parts", before)
 
 
 def sighted(work: Any) -> Any:
@@ -87,7 +100,7 @@ def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
         )
     bases: list[list[float]] = []
     with RunLog(folder) as log:
-        log.begin({"engine": "ddp", "size": "toy", "replicas": 1, **scheduler.race_told})
+        log.begin({"engine": "ddp", "size": "toy", "replicas": 1})
         scheduler.on_round(log.round)
         for step in range(1, stop + 1):
             bases.append(scheduler.get_base_lr())

@@ -232,10 +232,10 @@ def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: st
 
 
 def _contested(rank: int, size: int, lr: float) -> Any:
-    """Every race is blind here; from far too high the run itself must take what was found."""
+    """No heat at the learning rate given is heard of: the run itself must take what was found."""
     with (
-        mock.patch("hdet_scale.race.LEARNT", 2.0),
-        mock.patch("hdet_scale.race.TORN", -0.9),
+        mock.patch("hdet_scale.race.Race._given", [math.inf, math.inf]),
+        mock.patch("hdet_scale.race.LEARNT", -1.0),
         mock.patch("tests.test_guard.LR", lr),
     ):
         run = Run(rank)

@@ -86,16 +86,6 @@ def test_a_race_under_way_has_found_nothing_yet(
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 0
 
 
-def test_a_log_without_translations_keeps_the_heats_own(run: tuple[Path, Any]) -> None:
-    log = read(run[0])
-    del log.starts[0]["run"]["race"]
-    race = race_of(log)
-    assert race is not None
-    assert not race["translated"]
-    own = sorted(line["values"]["lr/group1"][0] for line in heats(log)[:8])
-    assert race["stages"][0]["rates"]["lr/group1"] == own
-
-
 def test_no_race_is_none(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.begin({})

@@ -35,6 +35,7 @@ from benchmarks.lr_tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.race import Level, Race
 from tests.fleet import Fleet
+from tests.raced import blind
 
 S, START = 600, 0.3
 
@@ -109,13 +110,12 @@ def test_copies_without_a_schedule_step_as_the_librarys_do(name: str) -> None:
 
 
 def _real(rank: int, size: int, name: str) -> Any:
-    """The race of the library, in processes, on the simulation's batches."""
+    """The race of the library, in processes, on the simulation's batches: a team's is split."""
     torch.set_num_threads(1)
     task = TASKS[name]
     model = DistributedDataParallel(Copy(task, 1))
     rate = task.around * START
     optimizer = optimizer_of(task, model, rate)
-    small = task.batch // size
 
     def probe() -> Any:
         return (model.module(b) for b in held_out(task, 1))
@@ -125,40 +125,63 @@ def _real(rank: int, size: int, name: str) -> Any:
     )
     heard: list[Any] = []
     scheduler.on_round(heard.append)
-    heats = 0
+    heats, rule = 0, scheduler._search.rule  # type: ignore[union-attr]
     while scheduler.searching:
         heats += 1
-        steps = scheduler._search.rule.heat().steps
-        for batch in task.draw((20_000 + heats) * size + rank, steps, small):
+        teams, team = size // rule.team, rule.team
+        data = (20_000 + heats) * teams + rank // team
+        for batch in task.draw(data, rule.heat().steps, task.batch // teams):
             optimizer.zero_grad()
-            loss = model(batch)
+            loss = model(batch.chunk(team)[rank % team])
             loss.backward()
             optimizer.step()
             scheduler.step(loss)
-    return [r.losses for r in heard], scheduler._search.rule.scale
+    return [r.losses for r in heard], rule.scale
 
 
-@pytest.mark.parametrize("name", ["denoise", "ngram"])
-def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
+def _real_in_teams(rank: int, size: int, name: str) -> Any:
+    with blind(parts=2):
+        return _real(rank, size, name)
+
+
+def simulated(name: str, replicas: int) -> tuple[list[tuple[float, ...]], Race]:
+    """Losses of each heat, by replica, and the rule at the end."""
     task = TASKS[name]
-    rule = Race(replicas=2, total_steps=S, adaptive=task.optimizer == "adamw")
-    losses, heats = [], 0
+    rule = Race(replicas=replicas, total_steps=S, adaptive=task.optimizer == "adamw")
+    losses = []
     first = Level.of(float(probe(task, weights(task, 1), 1).mean()))
     while not rule.over:
-        heats += 1
-        levels = run_heat(task, 1, rule, task.around * START, 20_000 + heats)
+        levels = run_heat(task, 1, rule, task.around * START, 20_000 + rule.heats_run + 1)
         losses.append(tuple(levels[k].mean for k in rule.heat().levels))
         rule.close(levels, first)
-    for real, scale in pair.run(_real, name):
-        for mine, theirs in zip(losses, real, strict=True):
+    return losses, rule
+
+
+def check_equal(losses: list[tuple[float, ...]], rule: Race, real: Any) -> None:
+    for heard, scale in real:
+        for mine, theirs in zip(losses, heard, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 both = math.isfinite(a) and math.isfinite(b)
                 assert a == pytest.approx(b, rel=2e-3) if both else math.isfinite(a) == both
         assert scale == pytest.approx(rule.scale, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["denoise", "ngram", "factor"])
+def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
+    check_equal(*simulated(name, 2), pair.run(_real, name))
+
+
+def test_simulated_teams_are_the_real_ones(quartet: Fleet) -> None:
+    """Of a long stage: two replicas that share their gradients are one with twice the batch."""
+    with blind(parts=2):
+        losses, rule = simulated("logit", 4)
+    assert len(losses) == 2 + 4
+    check_equal(losses, rule, quartet.run(_real_in_teams, "logit"))
+
+
 def test_nothing_was_tuned_on_what_is_judged() -> None:
-    assert set(JUDGED) == {"masked", "bilinear", "logit", "tanh", "rnn"}
+    judged = "masked bilinear logit tanh rnn sigmoid parity duels recall"
+    assert set(JUDGED) == set(judged.split())
     assert all(task.held_out > VALIDATED + 300 for task in TASKS.values())
 
 

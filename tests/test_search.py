@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -37,8 +38,9 @@ from hdet_scale.assembly import divides_by_the_gradient
 from hdet_scale.converge import local
 from hdet_scale.outline import outline_of
 from hdet_scale.probe import Probe, common_batches
+from hdet_scale.stages import STAGES
 from tests.fleet import Fleet
-from tests.raced import sighted
+from tests.raced import blind, sighted
 from tests.toy import batch, bits, buffers, learn, moments, parameters, same, toy
 from tests.traffic import traffic
 
@@ -593,10 +595,11 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
     assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
 
 
+@sighted
 def _wide(rank: int, size: int, lr: float) -> Any:
-    """Heats that learn little are contested, and here nobody looks at the run: all are taken."""
+    """From far too high it is contested, and nobody looks at the run: what is found is taken."""
     with mock.patch("hdet_scale.race.Race.settle"):
-        run = Run(rank, lr=lr, how="sgd", total=2 * S)
+        run = Run(rank, lr=lr, how="sgd", total=8 * S)
         while run.scheduler.searching:
             run.train(run.step + 1)
     run.train(run.step + 3)
@@ -670,61 +673,100 @@ def test_replicas_that_hsdp_keeps_in_step_are_refused(quartet: Fleet) -> None:
         assert "mesh=mesh['shard']" in said
 
 
+class Team:
+    """Five steps of plain training on the batches of some ranks, beside those of a heat."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self.model = ranks, toy(wrap=False)
+        self.optimizer = AdamW(self.model.parameters())
+
+    def step(self, step: int, rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.zero_grad()
+        drawn = [batch(step, rank) for rank in self.ranks]
+        losses = [(self.model(x) - y).square().mean() for x, y in drawn]
+        torch.stack(losses).mean().backward()
+        self.optimizer.step()
+
+
 def _teams(rank: int, size: int, engine: str) -> Any:
-    """Four replicas and two levels: ranks 0 and 1 run one of them, 2 and 3 the other."""
-    reference = toy(wrap=False)
-    plain = AdamW(reference.parameters())
-    model = toy(wrap=False)
-    mesh = None
+    """Four replicas: each a team in the coarse stage; in the long one ranks 0 and 1, 2 and 3."""
+    model, mesh = toy(wrap=False), None
     if engine == "ddp":
         model = DistributedDataParallel(model)
     else:
         mesh = fsdp.build_mesh(shards=1, device="cpu")
         fully_shard(model, mesh=mesh["shard"])
     optimizer = AdamW(model.parameters(), lr=3e-3)
-    config = HDETConfig(rule="race", total_steps=S)
+    config = HDETConfig(rule="race", total_steps=2 * S)
     where = Replicas.world() if mesh is None else Replicas.from_mesh(mesh)
-    with mock.patch("hdet_scale.race.SIZE", 2):
-        scheduler = AutoLR(
-            CosineAnnealingLR(optimizer, S), config,
-            model=model if mesh is None else None, replicas=where, probe=common(model),
-        )  # fmt: skip
-        if mesh is not None:
-            fsdp.attach(model, optimizer, scheduler, mesh=mesh)
+    scheduler = AutoLR(
+        CosineAnnealingLR(optimizer, 2 * S), config,
+        model=model if mesh is None else None, replicas=where, probe=common(model),
+    )  # fmt: skip
+    if mesh is not None:
+        fsdp.attach(model, optimizer, scheduler, mesh=mesh)
+    search, step, seen = scheduler._search, 0, {}
+    assert search is not None
 
     def whole() -> list[Tensor]:
         return [local(p).detach().clone() for p in model.parameters()]
 
-    for step in range(5):
-        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
-        scheduler.step(learn(model, optimizer, step, rank))
-        first = rank // 2 * 2
-        drawn = [batch(step, mate) for mate in (first, first + 1)]
-        plain.zero_grad()
-        sum((reference(x) - y).square().mean() for x, y in drawn).div(2).backward()
-        plain.step()
-    early, wanted = whole(), parameters(reference)
-    step = 5
-    while scheduler.searching:
-        scheduler.step(learn(model, optimizer, step, rank))
-        step += 1
+    with blind(parts=2):
+        while scheduler.searching:
+            if search.step == 0:
+                mates = [rank] if search.rule.team == 1 else [rank // 2 * 2, rank // 2 * 2 + 1]
+                beside, stage = Team(mates), STAGES[search.rule.stage].name
+            if search.step < 5:
+                beside.step(step, optimizer.param_groups[0]["lr"])
+            scheduler.step(learn(model, optimizer, step, rank))
+            step += 1
+            if search.step == 5:
+                seen[stage] = whole(), parameters(beside.model)
     for after in range(3):
         scheduler.step(learn(model, optimizer, step + after, rank))
     hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-    return early, wanted, whole(), hooks
+    return seen, whole(), hooks
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_many_replicas_run_a_level_as_one_data_parallel_team(quartet: Fleet, engine: str) -> None:
+def test_replicas_of_a_team_run_a_level_as_one(quartet: Fleet, engine: str) -> None:
+    """And are regrouped between two stages."""
     out = quartet.run(_teams, engine)
-    for early, wanted, *_ in out:
-        torch.testing.assert_close(early, wanted, rtol=1e-5, atol=1e-6)
-    assert same(out[0][0], out[1][0])
-    assert same(out[2][0], out[3][0])
-    assert not same(out[0][0], out[2][0])
-    assert same(*[end for _, _, end, _ in out]), "after the race gradients are those of all"
+    for seen, *_ in out:
+        assert list(seen) == ["coarse", "long"]
+        for got, wanted in seen.values():
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    coarse, long = ([seen[name][0] for seen, *_ in out] for name in ("coarse", "long"))
+    assert not any(same(coarse[0], other) for other in coarse[1:])
+    assert same(long[0], long[1])
+    assert same(long[2], long[3])
+    assert not same(long[0], long[2])
+    assert same(*[end for _, end, _ in out]), "after the race gradients are those of all"
     if engine == "ddp":
         assert [hooks for *_, hooks in out] == [0] * 4
+
+
+def _interrupted_team(rank: int, size: int, moment: int) -> tuple[int, Any, Any]:
+    """A checkpoint of the long stage, where replicas share gradients by two."""
+    with blind(parts=2):
+        whole = Run(rank, total=2 * S)
+        while whole.scheduler._search.rule.team == 1:
+            whole.train(whole.step + 1)
+        whole.train(whole.step + moment)
+        saved, team = whole.save(), whole.scheduler._search.rule.team
+        whole.train(end := whole.step + 60)
+        again = Run(rank, total=2 * S)
+        again.load(saved)
+        again.train(end)
+    return team, whole.everything(), again.everything()
+
+
+@pytest.mark.parametrize("moment", [0, 7])
+def test_a_race_in_teams_goes_on_where_it_was_interrupted(quartet: Fleet, moment: int) -> None:
+    for team, whole, again in quartet.run(_interrupted_team, moment):
+        assert team == 2
+        assert whole == again
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_without_a_training_loss_nothing_is_overfitted() -> None:
     assert run.scales == [50.0]
 
 
-def contested(scale: float = 0.1, *, blind: bool = False) -> Watch:
+def contested(scale: float = 0.1) -> Watch:
     return Watch(
         total_steps=S,
         begun=70,
@@ -177,15 +177,11 @@ def contested(scale: float = 0.1, *, blind: bool = False) -> Watch:
         before=BEFORE,
         promise=2.0,
         contested=True,
-        blind=blind,
     )
 
 
-@pytest.mark.parametrize("blind", [False, True])
-def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_given(
-    blind: bool,
-) -> None:
-    rule = contested(blind=blind)
+def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_given() -> None:
+    rule = contested()
     assert rule.contested
     assert rule.scale == 1.0
     run = Played(rule, lambda path: ([max(1.8, 2.3 - path / 50)] * 8, 1.8))
@@ -193,36 +189,6 @@ def test_what_is_contested_is_left_where_the_run_learns_with_the_learning_rate_g
     assert rule.verdict.startswith("the learning rate given stays: the held-out loss is")
     assert not rule.contested
     assert max(run.looks) > 0.6 * S, "it is watched like any other"
-
-
-@pytest.mark.parametrize(
-    ("found", "tried"),
-    [
-        (30.0, [1.0, 30.0, 7.5, 0.25, 0.0625, 1.0]),
-        (4.0, [1.0, 4.0, 0.25, 0.0625, 1.0]),
-        (0.1, [1.0, 0.1, 0.025, 0.00625, 1.0]),
-    ],
-)
-def test_after_a_blind_race_all_are_tried_until_one_learns(
-    found: float, tried: list[float]
-) -> None:
-    """Where nothing learns it ends with the learning rate given; with one that learns it stays."""
-
-    def dead(_: float) -> tuple[list[float], float]:
-        return [2.25] * 8, 2.25
-
-    run = Played(contested(found, blind=True), dead)
-    assert run.scales == pytest.approx(tried[: len(run.scales)])
-    assert len(run.scales) >= 5
-    for alive in tried[1:4]:
-        rule = contested(found, blind=True)
-
-        def losses(path: float, rule: Watch = rule, alive: float = alive) -> Any:
-            learns = rule.scale == pytest.approx(alive)
-            return ([max(0.5, 2.3 - rule.path / 20)] if learns else [2.25]) * 8, 2.25
-
-        run = Played(rule, losses)
-        assert run.scales == pytest.approx(tried[: tried.index(alive) + 1])
 
 
 @pytest.mark.parametrize("found", [0.1, 30.0])

@@ -11,7 +11,6 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale import OneCycleAutoLR, Replicas
-from tests.raced import short_runs
+from tests.raced import blind, short_runs
 
 T, STEPS, MICRO, PARTS = 6, 30, 4, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -716,31 +715,36 @@ def raced(rank: int, size: int, stage: int) -> Any:
 
 
 def teams(rank: int, size: int, stage: int) -> Any:
-    """Four replicas and two levels: ranks 0 and 1 run one of them as one team, 2 and 3 the other;
-    five steps of each against torch's own AdamW on the batches of the team."""
+    """Four replicas that race in teams of two in the long stage: five steps of it against torch's
+    own AdamW on the batches of the team."""
     prepare(rank, size)
     config = settings(stage, "fp32", 1, rule="race", spread=0.0)
     params = {"max_lr": MAX_LR, "total_steps": RACE_STEPS, "cycle_momentum": False}
     config["scheduler"]["params"] = params
-    with mock.patch("hdet_scale.race.SIZE", 2):
-        run = Run(config)
+    run = Run(config)
     run.scheduler.probe_with(common(run), run.model)
     reference = network()
     plain = torch.optim.AdamW(reference.parameters(), eps=1e-3)
-    first = rank // 2 * 2
-    for step in range(5):
-        plain.param_groups[0]["lr"] = run.scheduler.get_last_lr()[0]
-        run.train(step, step + 1)
-        drawn = [batch(step, part, mate) for part in range(PARTS) for mate in (first, first + 1)]
-        plain.zero_grad()
-        torch.stack([loss_of(reference, x, torch.float32) for x in drawn]).mean().backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        plain.step()
-    early = run.parameters()
-    step = 5
-    while run.scheduler.searching:
-        run.train(step, step + 1)
-        step += 1
+    first, search, step = rank // 2 * 2, run.scheduler._search, 0
+    with blind(parts=2):
+        while search.rule.team == 1:
+            run.train(step, step + 1)
+            step += 1
+        for _ in range(5):
+            plain.param_groups[0]["lr"] = run.scheduler.get_last_lr()[0]
+            run.train(step, step + 1)
+            drawn = [
+                batch(step, part, mate) for part in range(PARTS) for mate in (first, first + 1)
+            ]
+            plain.zero_grad()
+            torch.stack([loss_of(reference, x, torch.float32) for x in drawn]).mean().backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            plain.step()
+            step += 1
+        early = run.parameters()
+        while run.scheduler.searching:
+            run.train(step, step + 1)
+            step += 1
     run.train(step, step + 3)
     return early, [p.detach().clone() for p in reference.parameters()], run.parameters()
 
