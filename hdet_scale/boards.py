@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 
 BOARDS = ("tensorboard", "wandb")
 

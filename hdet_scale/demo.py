@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale.model import GPT, GPTConfig
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, read
 from hdet_scale.schedulers import OneCycleAutoLR
 from hdet_scale.text import Text, batch, evaluation, standard_library

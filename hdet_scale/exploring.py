@@ -17,7 +17,8 @@ from hdet_scale import ddp
 from hdet_scale.assembly import GUIDED
 from hdet_scale.averaged import trained
 from hdet_scale.probe import Losses, Probe
-from hdet_scale.round import Round, RoundRecord
+from hdet_scale.record import RoundRecord
+from hdet_scale.round import Round
 from hdet_scale.search import Search
 from hdet_scale.topology import Replicas
 

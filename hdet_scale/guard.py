@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hdet_scale.mark import Mark
 from hdet_scale.probe import NO_LOSS, Probe
-from hdet_scale.round import Round, RoundRecord
+from hdet_scale.record import RoundRecord
+from hdet_scale.round import Round
 from hdet_scale.watch import PHASE, Watch
 
 logger = logging.getLogger("hdet_scale")

@@ -16,13 +16,11 @@ import dataclasses
 import hashlib
 import logging
 import math
-import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hdet_scale.averaged import Averaged
@@ -31,6 +29,8 @@ from hdet_scale.controller import PaperRule, Steering
 from hdet_scale.converge import Converge, Outcome, Pending, distinct, with_own_group
 from hdet_scale.factors import Factor
 from hdet_scale.mark import Mark
+from hdet_scale.meter import LossMeter
+from hdet_scale.record import RoundRecord
 from hdet_scale.rules import Decision, Guided
 from hdet_scale.slope import Sums
 from hdet_scale.spread import assignment, multipliers
@@ -39,40 +39,6 @@ from hdet_scale.topology import Replicas, is_distributed
 logger = logging.getLogger("hdet_scale")
 
 STATE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundRecord:
-    """What one round did: the same on every rank, but for the seconds."""
-
-    round: int
-    """Index of the round that ended."""
-    step: int
-    """Optimizer steps done in all."""
-    losses: tuple[float, ...]
-    """Each replica's mean training loss over the round; NaN where there was none."""
-    values: dict[str, tuple[float, ...]]
-    """For each factor what each replica used in the last step of the round."""
-    bases: dict[str, float]
-    """For each factor the base after the steering."""
-    velocities: dict[str, float]
-    """For each steered factor the rule's velocity."""
-    quarantined: tuple[int, ...]
-    """Replicas left out of the mean."""
-    seconds: float
-    """Time of the averaging on this rank."""
-    wire_bytes: int
-    """Bytes that this rank sent for it."""
-    phase: str = ""
-    """What the rule was doing, where it has phases."""
-    verdict: str = ""
-    """What it decided, in words."""
-    probe_losses: tuple[float, ...] = ()
-    """This rank's losses on the probe's batches."""
-    probe_seconds: float = 0.0
-    """Time of the probe on this rank."""
-    evidence: dict[str, float] = field(default_factory=dict)
-    """What the rule weighed, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,65 +58,6 @@ class Plans:
     """A replica has made a new plan: all must, since a new plan is compared first."""
     parameters_alike: bool
     moments_alike: bool
-
-
-class LossMeter:
-    """The mean loss of a replica over a round, summed where the losses are."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._on_device: Tensor | None = None
-        self._on_host = 0.0
-        self.count = 0
-
-    def add(self, loss: Tensor | float) -> None:
-        """Add one loss; a tensor stays on its device and nobody waits for it."""
-        self.count += 1
-        if not isinstance(loss, Tensor):
-            self._on_host += loss
-            return
-        if self._on_device is None:
-            wide = torch.float32 if loss.device.type == "mps" else torch.float64
-            self._on_device = torch.zeros((), dtype=wide, device=loss.device)
-        self._on_device += loss.detach().reshape(()).to(self._on_device.device)
-
-    def total(self) -> float:
-        """The sum; waits for the device."""
-        return self._on_host + (0.0 if self._on_device is None else float(self._on_device))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sum": self.total(), "count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        self._on_host, self.count = float(state["sum"]), int(state["count"])
-
-
-def check_loss(loss: object) -> Tensor | float | None:
-    """A loss as a scalar, or an error before anything has changed.
-
-    An int is refused: a scheduler's `step(epoch)` and DeepSpeed's retry with the batch size
-    would otherwise be taken for a loss.
-    """
-    if loss is None:
-        return None
-    if isinstance(loss, Tensor):
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the loss must be one number, got a tensor of shape {list(loss.shape)}: pass "
-                "loss.mean()"
-            )
-        if not loss.is_floating_point():
-            raise TypeError(f"the loss must be a floating-point tensor, got {loss.dtype}")
-        return loss
-    if isinstance(loss, numbers.Real) and not isinstance(loss, numbers.Integral):
-        return float(loss)
-    raise TypeError(
-        f"the loss must be a float or a tensor of one element, got {type(loss).__name__} "
-        f"{loss!r}: pass the training loss of this step, or None where there is none"
-    )
 
 
 class Round:

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from hdet_scale.boards import Board, round_scalars, step_scalars
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a reader of the older one would misread; new kinds and fields do not raise it."""
 FILE = "log.jsonl"
 LOCK_SECONDS = 10.0

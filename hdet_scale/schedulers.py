@@ -25,10 +25,10 @@ from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.controller import Descent, literal_decay
 from hdet_scale.exploring import Exploring
 from hdet_scale.factors import Factor, check_factors, learning_rates
+from hdet_scale.meter import check_loss
 from hdet_scale.outline import Outline, outline_of, place_of, put_back
 from hdet_scale.probe import Losses
 from hdet_scale.replay import ReplayLR as ReplayLR
-from hdet_scale.round import check_loss
 from hdet_scale.search import Search
 from hdet_scale.topology import Replicas, is_distributed
 

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from hdet_scale.guard import Guard, look
 from hdet_scale.mark import Mark
+from hdet_scale.meter import LossMeter
 from hdet_scale.outline import Outline
 from hdet_scale.probe import Probe, mean_of
 from hdet_scale.race import ENOUGH, Race
-from hdet_scale.round import LossMeter, Round, RoundRecord
+from hdet_scale.record import RoundRecord
+from hdet_scale.round import Round
 from hdet_scale.stages import Heat, Level, shape
 from hdet_scale.topology import Replicas
 from hdet_scale.watch import Watch

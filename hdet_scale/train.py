@@ -37,7 +37,7 @@ from hdet_scale.boards import BOARDS, boards
 from hdet_scale.config import HDETConfig, read
 from hdet_scale.model import GPT, SIZES, GPTConfig
 from hdet_scale.progress import Show, shown
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, plain
 from hdet_scale.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
 from hdet_scale.workers import Refused, WorkerError, messages

@@ -26,7 +26,8 @@ from hdet_scale import zero_checkpoint as checkpoint
 from hdet_scale.config import HDETConfig
 from hdet_scale.exploring import Exploring
 from hdet_scale.gradient_mean import GradientMean
-from hdet_scale.round import Round, RoundRecord
+from hdet_scale.record import RoundRecord
+from hdet_scale.round import Round
 from hdet_scale.topology import Replicas
 from hdet_scale.zero import Partitions, check_attributes
 

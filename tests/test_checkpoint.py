@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.spread import assignment, multipliers
 from tests.fleet import Fleet
 from tests.long_run import STEPS, LongRun, random_kill, train

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hdet_scale import demo
 from hdet_scale.demo import HDET, PLAIN, Progress, Run, Settings
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import read
 from hdet_scale.workers import Send, WorkerError, messages
 

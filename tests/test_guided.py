@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, Replicas
 from hdet_scale.factors import beta, dropout, learning_rates, weight_decay
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from tests.fleet import Fleet
 from tests.toy import batch, learn, moments, same, toy
 from tests.traffic import traffic

@@ -15,7 +15,7 @@ import pytest
 
 from hdet_scale import cli, report
 from hdet_scale.heats import race_of
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import RunLog, read
 from tests.browser import Browser, chromium
 from tests.raced import raced

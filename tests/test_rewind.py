@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale import ConvergePolicy, OneCycleAutoLR
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from tests import sharded
 from tests.fleet import Fleet
 from tests.test_guided import Run, T

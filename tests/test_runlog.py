@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet_scale import boards, runlog
-from hdet_scale.round import RoundRecord
+from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import RunLog, read
 
 
@@ -174,7 +174,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is not a line of a run log"):
         read(tmp_path)
     path.write_text('{"kind":"start","step":0,"schema":99}\n')
-    with pytest.raises(ValueError, match="has schema 99 and this version reads 1"):
+    with pytest.raises(ValueError, match="has schema 99 and this version reads 2"):
         read(tmp_path)
     path.write_text('{"kind":"step","step":9,"loss":1,"bases":{"lr/group0":[0.1]}}\n')
     with pytest.raises(ValueError, match="the schedule has a gap"):
