@@ -1,5 +1,5 @@
-"""Problems that begin on a plateau: next to nothing is learnt in the first steps, at any learning
-rate, so that short heats have little to tell apart."""
+"""Problems that mostly begin on a plateau: next to nothing is learnt in the first steps, at any
+learning rate, so that short heats have little to tell apart."""
 
 from __future__ import annotations
 
@@ -176,3 +176,110 @@ def _recall(letters: int, pairs: int, examples: int) -> tuple[Tensor, Tensor]:
     answer = torch.where(wrong, guess, values.gather(1, asked[:, None]).squeeze(1))
     rows = torch.stack([keys, values + letters], -1).flatten(1)
     return torch.cat([rows, keys.gather(1, asked[:, None])], 1), answer
+
+
+def twins(*, name: str = "twins", batch: int = 96, around: float = 0.004) -> Task:
+    """Whether two digits under fresh noise are the same, one answer in twenty wrong; AdamW."""
+    hidden, width, train, held_out = 48, 16, 60_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        return {
+            "one": linear(g, 64, hidden, 1.4),
+            "two": linear(g, hidden, width),
+            "join": linear(g, 2 * width, hidden, 1.4),
+            "out": linear(g, hidden, 1),
+        }
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        here, label = noisy_digits(indices, train)
+        size, first = (train, 0) if bool((indices < train).all()) else (held_out, train)
+        other = first + (indices - first + 7919 * (indices % 13)) % size
+        there, beside = noisy_digits(other, train)
+        code = [
+            times(functional.relu(times(x.flatten(2), p["one"])), p["two"]) for x in (here, there)
+        ]
+        both = torch.cat([code[0] * code[1], (code[0] - code[1]).abs()], -1)
+        logit = times(functional.relu(times(both, p["join"])), p["out"]).squeeze(-1)
+        wrong = (indices * 2654435761 % 1000) < 50
+        target = ((label == beside) ^ wrong).float()
+        return functional.binary_cross_entropy_with_logits(logit, target, reduction="none").mean(1)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="adamw",
+        around=around,
+    )
+
+
+@functools.cache
+def _counts(fields: int, examples: int) -> tuple[Tensor, Tensor]:
+    """Events in an hour, by a product of effects."""
+    g = torch.Generator().manual_seed(9)
+    x = torch.randn(examples, fields, generator=g)
+    rate = 0.8 * x[:, 0] + 1.2 * torch.tanh(x[:, 1] * x[:, 2]) + 0.5 * x[:, 3].abs()
+    return x, torch.poisson(rate.exp(), generator=g)
+
+
+def counts(*, name: str = "counts", batch: int = 128, around: float = 0.05) -> Task:
+    """Counts of events, by a Poisson regression of an MLP, whose loss has no natural zero; SGD."""
+    fields, hidden, train, held_out = 10, 48, 60_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        return {
+            "one": linear(g, fields, hidden, 1.4),
+            "two": linear(g, hidden, hidden, 1.4),
+            "out": linear(g, hidden, 1, 0.5),
+        }
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        x, count = (v[indices] for v in _counts(fields, train + held_out))
+        x = torch.tanh(times(x, p["one"]))
+        x = torch.tanh(times(x, p["two"]))
+        log_rate = times(x, p["out"]).squeeze(-1)
+        return (log_rate.exp() - count * log_rate + torch.lgamma(count + 1)).mean(1)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="sgd",
+        around=around,
+    )
+
+
+def stripes(*, name: str = "stripes", batch: int = 64, around: float = 0.1) -> Task:
+    """Digits under fresh noise, row after row through a plain recurrence, by SGD."""
+    hidden, train, held_out = 40, 60_000, 2048
+
+    def init(g: torch.Generator) -> Params:
+        return {
+            "input": linear(g, 8, hidden),
+            "state": linear(g, hidden, hidden),
+            "out": linear(g, hidden, 10, 0.5),
+        }
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        images, labels = noisy_digits(indices, train)
+        state = torch.zeros(*indices.shape, hidden)
+        for row in images.unbind(-2):
+            state = torch.tanh(times(row, p["input"]) + times(state, p["state"]))
+        return cross_entropy(times(state, p["out"]), labels)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="sgd",
+        around=around,
+    )

@@ -34,6 +34,10 @@ DEVELOPED: Mapping[str, Task] = {
         lr_tables.fields(),
         lr_tables.smooth(),
         lr_images.attend(),
+        lr_texts.bilinear(),
+        lr_images.logit(),
+        lr_plateaus.sigmoid(),
+        lr_plateaus.duels(),
     )
 }
 """Tasks that had a part in the rules: their constants were chosen on them."""
@@ -41,14 +45,13 @@ JUDGED: Mapping[str, Task] = {
     task.name: task
     for task in (
         lr_texts.masked(),
-        lr_texts.bilinear(),
-        lr_images.logit(),
         lr_images.tanh(),
         lr_texts.rnn(),
-        lr_plateaus.sigmoid(),
         lr_plateaus.parity(),
-        lr_plateaus.duels(),
         lr_plateaus.recall(),
+        lr_plateaus.twins(),
+        lr_plateaus.counts(),
+        lr_plateaus.stripes(),
     )
 }
 """Tasks that were written when the rules were done, and on which nothing was chosen."""

@@ -30,7 +30,8 @@ from benchmarks.lr_recovery import ROWS
 from benchmarks.lr_rows import Rows
 from benchmarks.lr_tasks import TASKS
 from benchmarks.rows import RESULTS, where
-from hdet_scale.race import Race, shape
+from hdet_scale.race import Race
+from hdet_scale.stages import shape
 from hdet_scale.valley import Parabola, edge
 
 OCTAVES = [k / 2 for k in range(-16, 15)]

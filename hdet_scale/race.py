@@ -15,9 +15,9 @@ over four octaves around what those say. What is read off them (hdet_scale.valle
 two families of optimizers:
 
     that divide by the gradient's size   x* is the lowest point of a parabola, c = M^0.25 (h/S)^0.4
-    that do not                          x* is the edge, where a heat ends no better than it began,
-                                         c = M^0.3 / 6: their learning rate is bounded by the
-                                         curvature, which needs no long heat to be seen; where
+    that do not                          x* is the edge, where a heat learns half as much as the
+                                         best, c = M^0.3 / 3: their learning rate is bounded by
+                                         the curvature, which needs no long heat to be seen; where
                                          heats of a small batch are lowest says more about its noise
 
 **Long**, in place of fine, where the race is blind: its best heat took off less than LEARNT of the
@@ -31,8 +31,8 @@ networks die without breaking, the levels are the coarse ones and x* is the lowe
 
 **Do no harm.** What was found replaces the learning rate given only if
 
-1. it is further from it than a race can tell apart, a factor of 2, or 3 for the second family and
-   in the long stage; and, where a lowest point counts, is ahead of it: by more than the scatter of
+1. it is further from it than a race can tell apart, a factor of 2, for the second family 2.5, in
+   the long stage 3; and, where a lowest point counts, is ahead of it: by more than the scatter of
    the fine levels, by more than a tenth of what the best long heat learnt;
 2. it is higher, or the race was blind, or the heat at the learning rate given stayed finite and the
    levels of the first family are CLEAR. Otherwise it is contested: a run's own batch and longer
@@ -67,6 +67,9 @@ LEARNT = 0.1
 """Share of the first loss that the best heat must take off before its neighbours mean anything."""
 TOWARDS = 2 / 3
 """Of the way from a lowest point that may be noise to where heats break."""
+EDGE = {"coarse": 0.75, "fine": 0.5}
+"""A heat has broken where it learnt less than this share of what the best did. The coarse stage
+asks for more: networks that died have learnt what a guess is."""
 TORN = 0.1
 """Of the loss at the start: what ends so far above it has broken, whatever the noise."""
 CLEAR = 12.0
@@ -97,7 +100,7 @@ class Family:
 
 ADAPTIVE = Family(1.0, 0.25, 0.4, by_edge=False, unsure=math.log(2.0))
 """Optimizers that divide by the gradient's size."""
-GRADIENT = Family(1 / 6, 0.3, 0.0, by_edge=True, unsure=math.log(3.0))
+GRADIENT = Family(1 / 3, 0.3, 0.0, by_edge=True, unsure=math.log(2.5))
 """Optimizers that do not."""
 
 
@@ -293,7 +296,7 @@ class Race:
         """x* as the levels of this stage have it, and where it comes from."""
         if not self.family.by_edge:
             return curve.minimum, f"heats are best at {self._rate(curve.minimum):.3g} x"
-        at = self._edge(losses, self.start.mean)
+        at = self._edge(losses, self._left(losses, EDGE[STAGES[self.stage].name]))
         at = self.offsets[-1] if at is None else at
         return at, f"heats break at {self._rate(at):.3g} x"
 
@@ -359,9 +362,14 @@ class Race:
 
     def _take(self, found: float, losses: Sequence[float]) -> None:
         """x*, and the loss halfway to that of the best heat: what a run must soon come below."""
-        self.found, first = found, self.start.mean
-        if math.isfinite(first):
-            self.promise = (first + self._lowest(losses)) / 2
+        self.found, self.promise = found, self._left(losses, 0.5)
+
+    def _left(self, losses: Sequence[float], share: float) -> float:
+        """The loss of one that learnt that share of what the best heat did; infinite where the
+        loss before it is not known."""
+        first = self.start.mean
+        learnt = max(0.0, first - self._lowest(losses))
+        return first - share * learnt if math.isfinite(learnt) else math.inf
 
     def _rate(self, offset: float) -> float:
         """Of a heat, over the learning rate given."""

@@ -25,8 +25,9 @@ and down together. PATIENCE such looks in a row are a verdict.
 What a race found is on trial until TRIED of the schedule's whole path. It fails where the held-out
 loss is then not below what the race promised (hdet_scale.race); before that, in PATIENCE looks in a
 row, not below BROKEN times the mark's; after it, not below the promise: some learning rates learn
-at first and die. The run then starts again with a quarter of what was found, at last with the
-learning rate given, of which nothing was promised.
+at first and die. The run then starts again with a quarter of what was found, on trial for four
+times the path since it learns so much more slowly, at last with the learning rate given, of which
+nothing was promised.
 
 What a race found may be contested: its heats could not bear the learning rate given, or were noisy
 and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
@@ -166,7 +167,8 @@ class Watch:
         if self.breaks >= PATIENCE:
             self.duel = self.duel and not self.contested  # what breaks is no rival
             return True
-        share = DUEL if self.duel else TRIED
+        slower = self.found / self.scale if self.scale > 1.0 else 1.0
+        share = DUEL if self.duel else TRIED * slower
         if self.tried or self.path < share * self.mean * self.total_steps:
             return False
         self.tried = True

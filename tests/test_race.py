@@ -90,9 +90,17 @@ def test_without_a_division_by_the_gradient_the_edge_is_what_counts(n: int, edge
     assert f"heats break at {rule.scale / rule.translation(1):.3g} x" in rule.verdict
 
 
-@pytest.mark.parametrize("edge", [1.4, 3.0, 7.0])
+@pytest.mark.parametrize("edge", [0.05, 0.2, 20.0, 60.0])
+def test_networks_that_died_are_beyond_the_edge(edge: float) -> None:
+    """Where a start is worse than a guess, they end below it, at learning rates of decades."""
+    learns = stable(edge, edge / 4)
+    rule = raced(lambda x: learns(x) - 0.5 if x < edge else 2.303, first=2.49)
+    assert abs(math.log2(rule.scale / (edge * rule.translation(1)))) <= 2 / 7 + 1e-9
+
+
+@pytest.mark.parametrize("edge", [1.0, 2.0, 3.6])
 def test_an_edge_that_a_learning_rate_may_be_right_for_leaves_it(edge: float) -> None:
-    """From below the edge to a third of what was found."""
+    """From below the edge to well above what was found."""
     rule = raced(stable(edge, edge / 10))
     assert rule.scale == 1.0
     assert "too near to tell, the schedule given stays" in rule.verdict

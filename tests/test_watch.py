@@ -212,6 +212,19 @@ def test_while_the_learning_rate_given_warms_up_nothing_is_overfitted() -> None:
     assert Played(rule, losses).scales == [1.0]
 
 
+def test_a_quarter_is_given_four_times_the_path() -> None:
+    """A run on a plateau learns by the learning rate times the path, and no sooner."""
+    rule = Watch(total_steps=S, begun=70, mean=0.5, scale=16.0, before=BEFORE, promise=2.0)
+
+    def losses(path: float) -> tuple[list[float], float]:
+        dies = rule.scale > 4.0
+        return [2.25 if dies else 2.3 - rule.scale * rule.path / 1000] * 8, 2.3
+
+    run = Played(rule, losses)
+    assert run.scales == [16.0, 4.0]
+    assert rule.tried
+
+
 def test_what_learns_at_first_and_dies_is_divided() -> None:
     """It has kept its promise by the end of its trial."""
     rule = Watch(total_steps=S, begun=70, mean=0.5, scale=8.0, before=BEFORE, promise=1.5)
