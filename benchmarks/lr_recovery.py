@@ -30,10 +30,10 @@ import torch
 from benchmarks.lr_free import Free, warmed
 from benchmarks.lr_problem import Task
 from benchmarks.lr_race import fixed, raced
-from benchmarks.lr_report import FREE, STARTS, by_task, figure, markdown, table
+from benchmarks.lr_report import FREE, STARTS, documents, figure, markdown, readme, table
 from benchmarks.lr_rivals import guided, others, paper
 from benchmarks.lr_rows import Rows
-from benchmarks.lr_tasks import TASKS
+from benchmarks.lr_tasks import DEVELOPED, JUDGED, TASKS
 from benchmarks.rows import RESULTS
 
 ROWS = RESULTS / "lr_recovery.jsonl"
@@ -135,8 +135,11 @@ def main(arguments: list[str] | None = None) -> None:
         given.rows = Path(tempfile.mkdtemp()) / "rows.jsonl"
     arbiter = Arbiter(given.rows)
     if given.markdown:
-        for steps in map(int, given.lengths.split(",")):
-            print(f"{by_task(arbiter, steps)}\n\n{markdown(arbiter, steps)}\n")
+        lengths = [int(steps) for steps in given.lengths.split(",")]
+        shown = [*([*DEVELOPED][:7]), *JUDGED]
+        print(markdown(arbiter, readme(lengths[0], lengths[-1]), shown, errors=False))
+        for columns in (part for steps in lengths for part in documents(steps)):
+            print(f"\n{markdown(arbiter, columns, TASKS, errors=True)}")
         return
     if not given.table:
         for steps in map(int, given.lengths.split(",")):

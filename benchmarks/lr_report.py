@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.lr_rows import Rows, mean_or_inf
@@ -11,26 +12,38 @@ from benchmarks.lr_tasks import DEVELOPED, JUDGED, TASKS
 
 STARTS = (0.01, 0.1, 1.0, 10.0)
 FREE = "auto beneath schedule-free"
-MEANS = {"first seven": [*DEVELOPED][:7], "with *": [*JUDGED]}
+MEANS = {"mean of the first seven": [*DEVELOPED][:7], "mean of those with *": [*JUDGED]}
 """Of which tasks the tables have a mean; beside the median of all."""
-SHORT = (
-    *(("auto", start) for start in (0.1, 1.0, 10.0)),
-    *(("fixed", start) for start in (0.1, 10.0)),
-    *((name, 0.0) for name in ("prodigy", "d-adaptation", "schedule-free")),
-)
-"""Columns of the README's table."""
-ORDER = (
-    *(("auto", start) for start in STARTS),
-    *((FREE, start) for start in (0.1, 1.0, 10.0)),
-    *(("auto inside", start) for start in (0.1, 10.0)),
-    *(("fixed", start) for start in (0.01, 0.1, 10.0)),
-    *((name, start) for name in ("slope", "climb") for start in (0.1, 10.0)),
-    *((f"paper {sigma}", start) for sigma in (0.1, 0.002) for start in (0.1, 10.0)),
-    ("prodigy", 0.0),
-    ("d-adaptation", 0.0),
-    *(("schedule-free", start) for start in (0.0, 0.1, 1.0, 10.0)),
-)
-"""Rows of the table: method and start."""
+Column = tuple[int, str, float]
+"""Steps of the run, method, start over the best; 0 for a method's own default."""
+
+
+def readme(short: int, long: int) -> list[Column]:
+    """Columns of the README's table."""
+    return [
+        *((steps, "auto", start) for steps in (short, long) for start in (0.1, 1.0, 10.0)),
+        *((short, "fixed", start) for start in (0.1, 10.0)),
+        *((short, name, 0.0) for name in ("prodigy", "d-adaptation", "schedule-free")),
+    ]
+
+
+def documents(steps: int) -> list[list[Column]]:
+    """Columns of the tables of docs/controller.md: the rule, the other rules, everybody else."""
+    race = [
+        *(("auto", start) for start in STARTS),
+        *(("auto inside", start) for start in (0.1, 10.0)),
+        *((FREE, start) for start in (0.1, 1.0, 10.0)),
+    ]
+    rules = [
+        *((name, start) for name in ("slope", "climb") for start in (0.1, 10.0)),
+        *((f"paper {sigma}", start) for sigma in (0.1, 0.002) for start in (0.1, 10.0)),
+    ]
+    others = [
+        *(("fixed", start) for start in (0.01, 0.1, 10.0)),
+        *((name, 0.0) for name in ("prodigy", "d-adaptation")),
+        *(("schedule-free", start) for start in (0.0, 0.1, 1.0, 10.0)),
+    ]
+    return [[(steps, *column) for column in part] for part in (race, rules, others)]
 
 
 def table(rows: Rows) -> str:
@@ -65,47 +78,44 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def markdown(rows: Rows, steps: int) -> str:
-    """The table of the documents: a row a method, a column a task, mean +- standard error."""
+def markdown(rows: Rows, columns: list[Column], tasks: Iterable[str], *, errors: bool) -> str:
+    """A row a task and the means of all of them, a column a method; only what was run."""
     found = rows.excesses()
-    tasks = [t for t in TASKS if any(key[:2] == (t, steps) for key in found)]
-    heads = [f"{t} *" if t in JUDGED else t for t in tasks]
-    lines = [f"| | {' | '.join([*heads, 'median', *MEANS])} |"]
-    lines.append("|---" * (len(tasks) + 2 + len(MEANS)) + "|")
-    for method, start in ORDER:
-        drawn = [[e for e, _ in found.get((t, steps, method, start), [])] for t in tasks]
-        if not any(drawn):
-            continue
-        means = {t: mean_or_inf(x) for t, x in zip(tasks, drawn, strict=True) if x}
-        label = f"{method}, from {start:g} x" if start else f"{method}, own default"
-        cells = [_cell(x) for x in drawn] + [_cell(x) for x in summary(means).values()]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def by_task(rows: Rows, steps: int) -> str:
-    """The README's table: a row a task, a column a method, means over the seeds."""
-    found = rows.excesses()
-    heads = [f"{m} {s:g} x" if s else m for m, s in SHORT]
-    lines = [f"| {steps:,} steps | {' | '.join(heads)} |", "|---" * (len(SHORT) + 1) + "|"]
-    columns: list[dict[str, float]] = [{} for _ in SHORT]
-    seen = [t for t in TASKS if (t, steps, *SHORT[0]) in found]
-    for task in seen:
-        drawn = [[e for e, _ in found.get((task, steps, *key), [])] for key in SHORT]
-        for column, cell in zip(columns, drawn, strict=True):
-            column.update({task: mean_or_inf(cell)} if cell else {})
-        name = f"{task} *" if task in JUDGED else task
-        cells = [_cell([c[task]] if task in c else []) for c in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    told = [summary(c) for c in columns]
+    drawn = {
+        (task, *column): [e for e, _ in found.get((task, *column), [])]
+        for task in TASKS
+        for column in columns
+    }
+    columns = [c for c in columns if any(drawn[(task, *c)] for task in TASKS)]
+    steps = columns[0][0]
+    heads = [_head(column, steps) for column in columns]
+    lines = [
+        f"| {steps:,} steps | {' | '.join(heads)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for task in tasks:
+        cells = [drawn[(task, *c)] for c in columns]
+        if any(cells):
+            shown = [_cell(x if errors or not x else [mean_or_inf(x)]) for x in cells]
+            lines.append(f"| {task}{' *' * (task in JUDGED)} | {' | '.join(shown)} |")
+    told = [
+        summary({task: mean_or_inf(x) for task in TASKS if (x := drawn[(task, *c)])})
+        for c in columns
+    ]
     for name in told[0]:
         lines.append(f"| **{name}** | {' | '.join(_cell(x[name]) for x in told)} |")
     return "\n".join(lines)
 
 
+def _head(column: Column, usual: int) -> str:
+    steps, method, start = column
+    told = f"{method}, from {start:g} x" if start else f"{method}, own default"
+    return told if steps == usual else f"{steps:,}: {told}"
+
+
 def summary(means: dict[str, float]) -> dict[str, list[float]]:
     """The median of all tasks, and means of some; nothing where one of them was not run."""
-    told = {"median": [statistics.median(means.values())]}
+    told = {"median of all": [statistics.median(means.values())]}
     for name, tasks in MEANS.items():
         drawn = [means[t] for t in tasks if t in means]
         told[name] = [mean_or_inf(drawn)] if len(drawn) == len(tasks) else []

@@ -7,8 +7,8 @@ eighth of the batch, at learning rates half an octave apart; in octaves above th
 (benchmarks/lr_recovery.py, whose rows it reads), mean and standard deviation over the seeds:
 
     bottom      the lowest point of the parabola
-    edge        where a heat ends no better than it began
-    torn        where it ends a tenth above that
+    edge        where a heat learns half as much as the best
+    torn        where it ends a tenth above its start
     learnt      share of the first loss that the best heat took off
 """
 
@@ -30,7 +30,7 @@ from benchmarks.lr_recovery import ROWS
 from benchmarks.lr_rows import Rows
 from benchmarks.lr_tasks import TASKS
 from benchmarks.rows import RESULTS, where
-from hdet_scale.race import Race
+from hdet_scale.race import EDGE, TORN, Race
 from hdet_scale.stages import shape
 from hdet_scale.valley import Parabola, edge
 
@@ -55,12 +55,13 @@ def heat(task: Task, seed: int, steps: int, best: float) -> list[float]:
 def valley(losses: Sequence[float], first: float) -> dict[str, float]:
     """What is read off them."""
     top = OCTAVES[-1]
-    edges = {"edge": first, "torn": 1.1 * first}
+    best = min(losses)
+    edges = {"edge": first - EDGE["fine"] * (first - best), "torn": (1 + TORN) * first}
     found = {k: edge(OCTAVES, losses, limit) for k, limit in edges.items()}
     return {
         "bottom": Parabola.through(OCTAVES, losses, width=3).minimum,
         **{k: top if at is None else at for k, at in found.items()},
-        "learnt": 1 - min(losses) / first,
+        "learnt": 1 - best / first,
     }
 
 

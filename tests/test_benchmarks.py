@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ from benchmarks.learning import Curve, Recipe, trailing_mean, train, unigram_ent
 from hdet_scale.links import Cost, Link
 from hdet_scale.text import Text
 from tests.fleet import Fleet
+
+
+def test_every_benchmark_can_be_started() -> None:
+    names = [path.stem for path in Path(every.__file__).parent.glob("*.py")]
+    assert len(names) > 20
+    for name in names:
+        importlib.import_module(f"benchmarks.{name}")
 
 
 def test_a_prediction_is_of_the_size_that_was_not_fitted() -> None:

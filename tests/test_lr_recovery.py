@@ -30,7 +30,8 @@ from benchmarks.lr_race import (
     weights,
 )
 from benchmarks.lr_recovery import Arbiter
-from benchmarks.lr_report import table
+from benchmarks.lr_report import markdown, table
+from benchmarks.lr_rows import Rows
 from benchmarks.lr_tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.race import Race
@@ -243,3 +244,26 @@ def test_where_the_learning_rate_given_stays_the_run_is_the_grids() -> None:
     run = guarded(task, 0, rule, task.around)
     assert run.looks > 10
     assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]
+
+
+def test_tables_are_of_what_was_run(tmp_path: Path) -> None:
+    """Two tasks, two seeds: the excess over the best of the grid with the same seed, its mean and
+    standard error, stars, and no column of what nobody ran."""
+    rows = Rows(tmp_path / "rows.jsonl")
+    for name in ("gpt", "masked"):
+        for seed, best in ((0, 2.0), (1, 4.0)):
+            for rate, loss in ((0.1, best), (0.2, 1.5 * best)):
+                rows.run(TASKS[name], 800, seed, "grid", rate, lambda x=loss, r=rate: row(x, r))
+            loss = best * (1.01 + 0.02 * seed)
+            rows.run(TASKS[name], 800, seed, "auto", 0.1, lambda x=loss: row(x, 0.2))
+    columns = [(800, "auto", 0.1), (800, "auto", 10.0)]
+    lines = markdown(rows, columns, TASKS, errors=True).splitlines()
+    assert lines[0] == "| 800 steps | auto, from 0.1 x |"
+    assert lines[2:4] == ["| gpt | +2.0 ± 1.0 |", "| masked * | +2.0 ± 1.0 |"]
+    assert lines[4] == "| **median of all** | +2.0 |"
+    assert lines[-1].endswith("|  |"), "no mean of tasks that were not all run"
+    assert "| gpt | +2.0 |" in markdown(rows, columns, TASKS, errors=False)
+
+
+def row(loss: float, rate: float) -> dict[str, Any]:
+    return {"loss": loss, "rate": rate, "extra": 0.0}
