@@ -166,7 +166,7 @@ class Exploring:
             self._hook(self._round.averaged.model if model is None else model)
 
     def _switch_gradients(self, mode: str) -> None:
-        """The race's: DDP's own all-reduce off or on; other engines read `gradients`."""
+        """The race's: DDP's own all-reduce off or on; other engines ask `sharers`."""
         while self._local:
             self._local.pop()()
         if mode != "local":

@@ -63,14 +63,14 @@ def steps_of_race(log: Log) -> int:
 def race_of(log: Log) -> dict[str, Any] | None:
     """Stages, what was given, what was found (None while it lasts); None without a race."""
     lines = heats(log)
-    if not lines:
-        return None
+    if not any(line["losses"] for line in lines):
+        return None  # given up before its first heat ended
     return {
         "steps": steps_of_race(log),
         "heats": len(lines),
         "given": lines[0]["bases"],
         "found": lines[-1]["bases"] if _over(lines) else None,
-        "stages": [_stage(stage) for stage in _stages(lines)],
+        "stages": [_stage(stage) for stage in _stages(lines) if stage[0]["losses"]],
         "x": [line["step"] for line in lines],
         "peaks": {
             name: [[rate * _translation(x) for rate in x["values"][name]] for x in lines]

@@ -22,10 +22,11 @@ two families of optimizers:
 
 **Long**, in place of fine, where the race is blind: its best heat took off less than LEARNT of the
 loss. What is left between the levels is noise, which speaks for less, or networks that died, at the
-loss of a guess. Teams are larger and heats longer then. For the first family the levels are a
-factor of three apart, from where heats break downwards, and x* is the lowest point, or, where still
-nothing was learnt, two thirds of the way from there to where they break. For the second, whose
-networks die without breaking, the levels are the coarse ones and x* is the lowest point. c = 1.
+loss of a guess. Heats are longer then, and teams larger where there are eight replicas or more. For
+the first family the levels are a factor of three apart, from where heats break downwards, and x* is
+the lowest point, or, where still nothing was learnt, two thirds of the way from there to where they
+break. For the second, whose networks die without breaking, the levels are the coarse ones and x* is
+the lowest point. c = 1.
 
 (All measured: docs/controller.md.)
 
@@ -52,9 +53,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdet_scale.stages import COARSE, FINE, LONG, SIZE, STAGES, Heat, Level
+from hdet_scale.stages import COARSE, FINE, LONG, SIZE, STAGES, Heat, Level, Stage
 from hdet_scale.valley import Parabola, edge
 
+STATE_VERSION = 2
 OVER = len(STAGES)
 """The stage after the last."""
 FAR = math.log(4.0)
@@ -65,6 +67,8 @@ APART = math.log(3.0)
 """Distance of the levels of the long stage."""
 LEARNT = 0.1
 """Share of the first loss that the best heat must take off before its neighbours mean anything."""
+NOTHING = 0.02
+"""The same in the long stage, for one of its levels to mean anything."""
 TOWARDS = 2 / 3
 """Of the way from a lowest point that may be noise to where heats break."""
 EDGE = {"coarse": 0.75, "fine": 0.5}
@@ -153,7 +157,15 @@ class Race:
     @property
     def budget(self) -> int:
         """Steps of a race that can tell after its fine stage."""
-        return sum(self.steps(k) * STAGES[k].heats(self.replicas) for k in (0, 1))
+        return self._steps_of(COARSE) + self._steps_of(FINE)
+
+    @property
+    def longest(self) -> int:
+        """Steps of a race that is blind."""
+        return self._steps_of(COARSE) + self._steps_of(LONG)
+
+    def _steps_of(self, stage: Stage) -> int:
+        return stage.steps(self.replicas, self.total_steps) * stage.heats(self.replicas)
 
     @property
     def team(self) -> int:
@@ -265,7 +277,10 @@ class Race:
     def _fine(self, losses: Sequence[float]) -> str:
         if not any(math.isfinite(x) for x in losses):
             self.stage = OVER
-            return "no learning rate of the second stage stayed finite: the schedule given stays"
+            return "no learning rate of the fine stage stayed finite: the schedule given stays"
+        if not self._lowest(losses) < self.start.mean:
+            self.stage = OVER
+            return "no heat has learnt anything: the schedule given stays"
         curve = Parabola.through(self.offsets, losses, width=3)
         found, why = self._best(losses, curve)
         self.stage = OVER
@@ -321,22 +336,23 @@ class Race:
         if not self.family.by_edge:
             self._lay([top - APART * (self.size - 1 - k) for k in range(self.size)])
         return (
-            f"heats learnt next to nothing (loss {min(losses):.4g}, {first:.4g} before): larger "
-            "teams run longer ones"
+            f"heats learnt next to nothing (loss {min(losses):.4g}, {first:.4g} before): longer "
+            "ones of larger teams are next"
         )
 
     def _long(self, losses: Sequence[float]) -> str:
         self.stage = OVER
         if not any(math.isfinite(x) for x in losses):
             return "no learning rate of the long heats stayed finite: the schedule given stays"
-        blind = self._learnt(losses) < LEARNT
-        found, why = self._lowest_or_further(losses, blind)
+        learnt, first, best = self._learnt(losses), self.start.mean, min(losses)
+        found, why = self._lowest_or_further(losses, learnt < LEARNT)
         ahead = f"{math.exp(found):.3g} x the learning rate given, {why}"
         if abs(found) < UNSURE:
             return f"{ahead}: too near to tell, the schedule given stays"
-        first, best = self.start.mean, min(losses)
         given = dict(zip(self.offsets, losses, strict=True)).get(0.0, math.inf)
-        if first - given >= KEPT * (first - best) and (self.family.by_edge or not blind):
+        if self.family.by_edge and learnt < NOTHING and given < first + TORN * abs(first):
+            return f"{ahead}: but they have learnt nothing, the schedule given stays"
+        if first - given >= KEPT * (first - best) and (self.family.by_edge or learnt >= LEARNT):
             return (
                 f"{ahead}: not enough, the loss is {best:.4g} at best and {given:.4g} at the "
                 "learning rate given, the schedule given stays"
@@ -415,6 +431,7 @@ class Race:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, the same on every rank."""
         return {
+            "version": STATE_VERSION,
             "replicas": self.replicas,
             "total_steps": self.total_steps,
             "stage": self.stage,
@@ -447,6 +464,11 @@ class Race:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a race of other replicas or another length; once it is over, it fits any."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"the state of a race has version {state.get('version')!r} and this version of "
+                f"hdet_scale reads {STATE_VERSION}: resume with the one that wrote it"
+            )
         same = (state["replicas"], state["total_steps"]) == (self.replicas, self.total_steps)
         if int(state["stage"]) < OVER and not same:
             raise ValueError(

@@ -140,6 +140,8 @@ class RunLog:
         with open(self.path, "rb") as file:
             for raw in file:
                 line = _parse(raw)
+                if line is not None and line["kind"] == "start":
+                    _check_schema(line, self.path)
                 if line is None or line["step"] > step or line["kind"] == "end":
                     break
                 keep += len(raw)
@@ -217,17 +219,17 @@ def read(run: str | Path) -> Log:
                 log.end = line
             elif line["kind"] in kinds:
                 kinds[line["kind"]].append(line)
-    _check_schema(log)
+    for line in log.starts:
+        _check_schema(line, log.path)
     return log
 
 
-def _check_schema(log: Log) -> None:
-    for line in log.starts:
-        if line.get("schema") != SCHEMA:
-            raise ValueError(
-                f"{log.path} has schema {line.get('schema')!r} and this version reads {SCHEMA}: "
-                "read it with the version of hdet_scale that wrote it"
-            )
+def _check_schema(line: Mapping[str, Any], path: Path) -> None:
+    if line.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {line.get('schema')!r} and this version reads and writes {SCHEMA}: "
+            "use the version of hdet_scale that wrote it, or another folder"
+        )
 
 
 def plain(value: Any) -> Any:

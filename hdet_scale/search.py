@@ -191,7 +191,7 @@ class Search:
         if not (self.active and self.step):
             return
         self._rewind()
-        if self.done < 2 * self.rule.budget:
+        if self.done < 2 * self.rule.longest:
             logger.info("a heat of the race starts again: its replicas must agree now")
             return
         logger.warning(
@@ -201,6 +201,7 @@ class Search:
             self.rule.heat().steps,
         )
         self.rule.skip()
+        self._publish(verdict="given up: checkpoints came more often than heats end")
         self._end()
 
     def _rewind(self) -> None:
@@ -212,19 +213,25 @@ class Search:
 
     def _judge(self) -> None:
         heat, team, start = self.rule.heat(), self.rule.team, time.perf_counter()
-        c = self.rule.translation(heat.stage)
         losses = self._own_losses()
         seconds = time.perf_counter() - start
         levels, first = self._share(heat, mean_of(losses))
-        values = [[p * m for m in heat.multipliers] for p in self.peaks]
         self._rewind()
+        translation = self.rule.translation(heat.stage)
         self.rule.close(levels, first)
         if self.rule.over and not self._guarded:
             self.rule.settle()
         verdict = "" if self.rule.index else self.rule.verdict
         if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
             logger.info("race, step %d: %s", self.done, verdict)
-        self._publish(heat.levels, levels, values, verdict, losses, seconds, c)
+        self._publish(
+            verdict=verdict,
+            losses=tuple(levels[k].mean for k in heat.levels),
+            multipliers=heat.multipliers,
+            translation=translation,
+            probe_losses=tuple(losses),
+            probe_seconds=seconds,
+        )
         if self.rule.over:
             self._end()
         elif self.rule.team != team:
@@ -263,6 +270,7 @@ class Search:
             before=look(self.probe, self.cycle)[0],
             promise=self.rule.promise,
             contested=self.rule.contested,
+            duel=self.rule.duel,
         )
         return Guard(watch, self.cycle, mark, self.place())
 
@@ -290,20 +298,21 @@ class Search:
 
     def _publish(
         self,
-        places: Sequence[int],
-        levels: Sequence[Level],
-        values: Sequence[Sequence[float]],
+        *,
         verdict: str,
-        losses: Sequence[float],
-        seconds: float,
-        translation: float,
+        losses: tuple[float, ...] = (),
+        multipliers: tuple[float, ...] = (),
+        translation: float = 1.0,
+        **probed: Any,
     ) -> None:
         names = [f.name for f in self.cycle.factors]
         record = RoundRecord(
             round=self.rule.heats_run - 1,
             step=self.done,
-            losses=tuple(levels[k].mean for k in places),
-            values={n: tuple(v) for n, v in zip(names, values, strict=True)},
+            losses=losses,
+            values={
+                n: tuple(p * m for m in multipliers) for n, p in zip(names, self.peaks, strict=True)
+            },
             bases={n: p * self._begins_with for n, p in zip(names, self.peaks, strict=True)},
             velocities={},
             quarantined=(),
@@ -311,9 +320,8 @@ class Search:
             wire_bytes=0,
             phase="race",
             verdict=verdict,
-            probe_losses=tuple(losses),
-            probe_seconds=seconds,
             evidence={"translation": translation, "over": float(self.rule.over)},
+            **probed,
         )
         for listener in self.cycle.listeners:
             listener(record)

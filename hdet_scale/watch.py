@@ -112,6 +112,8 @@ class Watch:
         self.total_steps, self.mean, self.begun = total_steps, mean, begun
         self.found, self.promise, self.contested = scale, promise, contested
         self.duel, self.rival = duel, math.inf
+        self.given_failed = False
+        """True where the learning rate given has been on trial and did not keep the promise."""
         self.scale = 1.0 if contested else scale
         self.before = [float(x) for x in before]
         self.verdict = ""
@@ -160,19 +162,23 @@ class Watch:
     # -- a start on trial -----------------------------------------------------------------------
 
     def _fails(self, mean: float) -> bool:
-        limit = BROKEN * abs(statistics.fmean(self.before)) or math.inf
+        limit = self._broken
         if self.tried:
             limit = min(limit, self.promise)
         self.breaks = 0 if mean < limit else self.breaks + 1
         if self.breaks >= PATIENCE:
             self.duel = self.duel and not self.contested  # what breaks is no rival
             return True
-        slower = self.found / self.scale if self.scale > 1.0 else 1.0
+        slower = min(STEP_BACK, self.found / self.scale) if self.scale > 1.0 else 1.0
         share = DUEL if self.duel else TRIED * slower
         if self.tried or self.path < share * self.mean * self.total_steps:
             return False
         self.tried = True
         return self._loses(mean) if self.duel else not self._keeps(mean)
+
+    @property
+    def _broken(self) -> float:
+        return BROKEN * abs(statistics.fmean(self.before)) or math.inf
 
     def _keeps(self, mean: float) -> bool:
         kept = mean < self.promise
@@ -200,12 +206,13 @@ class Watch:
         return told
 
     def _step_back(self, mean: float) -> float | None:
-        told, scale = self._told(mean), self._next()
+        told, scale = self._told(mean), self._next(mean)
         if scale is None:
             self.verdict = f"{told}, at a learning rate that is not above the one given"
             self.over = True
             return None
         self.duel = self.duel and self.contested
+        self.given_failed = self.given_failed or (self.contested and not self.duel)
         self.scale, self.contested = scale, False
         self.verdict = f"{told}: the run starts again with {scale:.3g} x the learning rate given"
         if scale == 1.0:
@@ -214,13 +221,17 @@ class Watch:
         self._start(FIRST)
         return scale
 
-    def _next(self) -> float | None:
+    def _next(self, mean: float) -> float | None:
         """What is on trial after the present scale has failed; None where nothing is left."""
         if self.contested:
             return self.found
         if self.duel:
             return 1.0  # lost to the learning rate given
-        return max(1.0, self.scale / STEP_BACK) if self.scale > 1.0 else None
+        if self.scale > 1.0:
+            return max(1.0, self.scale / STEP_BACK)
+        # What learns nothing may be too little; what breaks would break with more.
+        slow = self.scale < 1.0 and mean < self._broken
+        return 1.0 if slow and not self.given_failed else None
 
     # -- what overfits --------------------------------------------------------------------------
 
@@ -270,6 +281,7 @@ class Watch:
             "contested": self.contested,
             "duel": self.duel,
             "rival": self.rival,
+            "given_failed": self.given_failed,
             "before": list(self.before),
             "best": list(self.best),
             "trained": self.trained,
@@ -298,6 +310,7 @@ class Watch:
             duel=bool(state["duel"]),
         )
         watch.rival = float(state["rival"])
+        watch.given_failed = bool(state["given_failed"])
         watch.scale = float(state["scale"])
         watch.best = [float(x) for x in state["best"]]
         watch.trained = float(state["trained"])

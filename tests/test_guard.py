@@ -262,6 +262,28 @@ def test_a_way_down_that_is_contested_is_taken_by_the_run_itself(pair: Fleet) ->
     assert same(one[-1], two[-1])
 
 
+def _duel(rank: int, size: int) -> Any:
+    """From far too high, by levels that are all noise, where the learning rate given learnt too."""
+    with (
+        mock.patch("hdet_scale.race.Race._given", [0.0, 0.0]),
+        mock.patch("hdet_scale.race.CLEAR", math.inf),
+        mock.patch("hdet_scale.race.LEARNT", -1.0),
+        mock.patch("tests.test_guard.LR", 3.0),
+    ):
+        run = Run(rank)
+        run.begin()
+    rule, guard = run.scheduler._search.rule, run.scheduler._search.guard
+    return rule.duel, rule.scale, guard.watch.duel, guard.watch.contested, guard.watch.scale
+
+
+def test_a_noisy_way_down_is_a_duel_in_the_run(pair: Fleet) -> None:
+    """What the rule says reaches the watch."""
+    for duel, found, watched, contested, scale in pair.run(_duel):
+        assert duel is watched is contested is True
+        assert found < 0.5
+        assert scale == 1.0
+
+
 def _few_batches(rank: int, size: int) -> Any:
     """One batch for two replicas, of a model whose buffers DDP broadcasts in a forward."""
     model = toy(rank, norm=True, rebuild=False)

@@ -174,8 +174,11 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is not a line of a run log"):
         read(tmp_path)
     path.write_text('{"kind":"start","step":0,"schema":99}\n')
-    with pytest.raises(ValueError, match="has schema 99 and this version reads 2"):
+    with pytest.raises(ValueError, match="has schema 99 and this version reads and writes 2"):
         read(tmp_path)
+    with pytest.raises(ValueError, match="or another folder"):
+        RunLog(tmp_path, step=5)  # a resume would leave a log that nobody reads
+    assert path.read_text() == '{"kind":"start","step":0,"schema":99}\n'
     path.write_text('{"kind":"step","step":9,"loss":1,"bases":{"lr/group0":[0.1]}}\n')
     with pytest.raises(ValueError, match="the schedule has a gap"):
         read(tmp_path).bases()

@@ -454,14 +454,17 @@ def _saves_too_often(rank: int, size: int) -> Any:
         if run.step % 3 == 0:
             run.scheduler.agree_for_checkpoint()
     hooks = len(run.optimizer._optimizer_step_pre_hooks) + len(run.model._forward_pre_hooks)
-    return run.step, run.scheduler._search.rule.budget, same(parameters(run.model), start), hooks
+    longest, back = run.scheduler._search.rule.longest, same(parameters(run.model), start)
+    return run.step, longest, back, hooks, run.records[-1]
 
 
 def test_a_race_that_never_ends_is_given_up(pair: Fleet) -> None:
-    for steps, budget, back, hooks in pair.run(_saves_too_often):
-        assert 2 * budget <= steps < 2 * budget + 3
+    for steps, longest, back, hooks, record in pair.run(_saves_too_often):
+        assert 2 * longest <= steps < 2 * longest + 3
         assert back
         assert hooks == 0
+        assert record.verdict.startswith("given up")
+        assert record.evidence["over"] == 1.0, "a reader of the log knows where the run begins"
 
 
 def test_a_finished_race_is_carried_into_a_run_that_runs_none() -> None:

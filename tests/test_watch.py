@@ -225,6 +225,27 @@ def test_a_quarter_is_given_four_times_the_path() -> None:
     assert rule.tried
 
 
+@pytest.mark.parametrize(
+    ("found", "tried"), [(64.0, [64.0, 16.0, 4.0, 1.0]), (30.0, [30.0, 7.5, 1.875, 1.0])]
+)
+def test_where_nothing_learns_the_learning_rate_given_is_the_last(
+    found: float, tried: list[float]
+) -> None:
+    rule = Watch(total_steps=S, begun=70, mean=0.5, scale=found, before=BEFORE, promise=2.0)
+    assert Played(rule, lambda _: ([2.25] * 8, 2.25)).scales == pytest.approx(tried)
+
+
+def test_less_than_was_given_goes_back_to_it_unless_that_has_failed() -> None:
+    """A race may be wrong on the way down too."""
+    rule = Watch(total_steps=S, begun=70, mean=0.5, scale=0.1, before=BEFORE, promise=2.0)
+
+    def dead(_: float) -> tuple[list[float], float]:
+        return [2.25] * 8, 2.25
+
+    assert Played(rule, dead).scales == [0.1, 1.0]
+    assert Played(contested(0.1), dead).scales == [1.0, 0.1]
+
+
 def test_what_learns_at_first_and_dies_is_divided() -> None:
     """It has kept its promise by the end of its trial."""
     rule = Watch(total_steps=S, begun=70, mean=0.5, scale=8.0, before=BEFORE, promise=1.5)
