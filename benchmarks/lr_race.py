@@ -166,7 +166,7 @@ def guarded(
 
 
 def around(steps: int) -> int:
-    """Steps in all of which a race leaves just so many."""
+    """Steps in all of which a race leaves just so many, unless it is blind."""
     total = steps
     while total - Race(replicas=REPLICAS, total_steps=total, adaptive=True).budget < steps:
         total += 1

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from hdet_scale.progress import Show, shown
 from hdet_scale.record import RoundRecord
 from hdet_scale.runlog import FILE, RunLog, plain
 from hdet_scale.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
-from hdet_scale.workers import Refused, WorkerError, messages
+from hdet_scale.workers import Refused, WorkerError, leave, messages
 
 ENGINES = ("ddp", "fsdp", "deepspeed")
 PROBE_BATCHES = 16
@@ -473,7 +473,7 @@ def _backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _as_rank(args: argparse.Namespace) -> int:
+def _as_rank(args: argparse.Namespace) -> NoReturn:
     if args.engine == "deepspeed":
         _prepare_deepspeed()
     elif not dist.is_initialized():
@@ -483,7 +483,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     with shown(args.json) as show:
         code = run(args, show)
     dist.destroy_process_group()
-    return code
+    leave(code)
 
 
 def _with_workers(args: argparse.Namespace) -> int:

@@ -52,14 +52,20 @@ class Fleet:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._home: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, case: Callable[..., Any], *args: Any, seconds: float = CASE_SECONDS) -> list[Any]:
+    def run(
+        self,
+        case: Callable[..., Any],
+        *args: Any,
+        seconds: float = CASE_SECONDS,
+        grace: float = GRACE_SECONDS,
+    ) -> list[Any]:
         """Every rank's result. The first failing rank's exception is raised here."""
         if not self._workers:
             self._start()
         order = pickle.dumps((case, args))
         for _, pipe in self._workers:
             pipe.send_bytes(order)
-        replies = self._collect(seconds)
+        replies = self._collect(seconds, grace)
         failed = [r for r in replies if not r[0]]
         if not failed:
             return [result for _, result in replies]
@@ -93,7 +99,7 @@ class Fleet:
             self.stop()
             raise failed[0]
 
-    def _collect(self, seconds: float) -> list[tuple[bool, Any]]:
+    def _collect(self, seconds: float, grace: float = GRACE_SECONDS) -> list[tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
         ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
         deadline = time.monotonic() + seconds
@@ -106,7 +112,7 @@ class Fleet:
                 assert isinstance(pipe, Connection)
                 replies[ranks[pipe]] = self._receive(pipe, ranks[pipe])
                 if not replies[ranks[pipe]][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
         return [replies.get(rank) or self._hung(rank, seconds) for rank in range(self.size)]
 
     def _receive(self, pipe: Connection, rank: int) -> tuple[bool, Any]:

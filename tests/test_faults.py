@@ -38,7 +38,7 @@ def _converge(rank: int, size: int, home: str, wire: str, dies: bool) -> list[to
             converge()
         except RuntimeError:
             Path(home, f"raised-{rank}").write_text(str(time.monotonic() - begin))
-            raise
+            os._exit(8)  # as a job would: whoever waits for this rank hears of it
         torch.save({"round": k + 1, "tensors": tensors}, saved)
     return tensors
 
@@ -62,14 +62,9 @@ def test_a_death_within_a_converge_is_an_error_and_the_checkpoint_goes_on(
     fleets: Any, tmp_path: Path, size: int, wire: str
 ) -> None:
     unbroken = fleets(size).run(_converge, _folder(tmp_path / "unbroken"), wire, False)
-    with pytest.raises(CaseFailed, match=r"Connection|died: exit 9|Timed out"):
-        fleets(size).run(_converge, _folder(tmp_path / "home"), wire, True)
+    with pytest.raises(CaseFailed, match=r"died: exit [89]"):
+        fleets(size).run(_converge, _folder(tmp_path / "home"), wire, True, grace=2 * TIMEOUT)
     survivors = [r for r in range(size) if r != 1]
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(
-        (tmp_path / "home" / f"raised-{r}").exists() for r in survivors
-    ):
-        time.sleep(0.1)
     for r in survivors:
         assert float((tmp_path / "home" / f"raised-{r}").read_text()) < TIMEOUT + 5
     resumed = fleets(size).run(_converge, str(tmp_path / "home"), wire, False)
