@@ -22,7 +22,7 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,10 +30,10 @@ import torch
 from benchmarks.lr_free import Free, warmed
 from benchmarks.lr_problem import Task
 from benchmarks.lr_race import fixed, raced
-from benchmarks.lr_report import FREE, STARTS, documents, figure, markdown, readme, table
+from benchmarks.lr_report import FREE, STARTS, documents, figure, markdown, rates, readme, table
 from benchmarks.lr_rivals import guided, others, paper
 from benchmarks.lr_rows import Rows
-from benchmarks.lr_tasks import DEVELOPED, JUDGED, TASKS
+from benchmarks.lr_tasks import FIRST, JUDGED, TASKS
 from benchmarks.rows import RESULTS
 
 ROWS = RESULTS / "lr_recovery.jsonl"
@@ -93,29 +93,42 @@ class Arbiter(Rows):
                 found = {"loss": loss, "rate": best * start, "extra": 0.0}
                 self.run(task, steps, seed, "fixed", start, lambda found=found: found)  # type: ignore[misc]
         if steps == task.steps[0]:
-            for start in (0.1, 1.0, 10.0):
+            self.variants(task, steps, seed)
+        if task.name in FIRST:
+            self.rules(task, steps, seed, STARTS)
+        elif steps == task.steps[0]:
+            self.rules(task, steps, seed, (0.1, 10.0))
+
+    def variants(self, task: Task, steps: int, seed: int) -> None:
+        """`auto` within the steps of the run, and beneath Schedule-Free."""
+        best, _ = self.best(task.name, steps)
+        for start in (0.1, 10.0):
+            self.run(
+                task, steps, seed, "auto inside", start,
+                lambda at=best * start: raced(task, seed, steps, at, inside=True),  # type: ignore[misc]
+            )  # fmt: skip
+        for start in (0.1, 1.0, 10.0):
+            self.run(
+                task, steps, seed, FREE, start,
+                lambda at=best * start: raced(  # type: ignore[misc]
+                    task, seed, steps, at, make=Free, plays=warmed
+                ),
+            )  # fmt: skip
+
+    def rules(self, task: Task, steps: int, seed: int, starts: Sequence[float]) -> None:
+        """Our other rules and the paper's."""
+        best, _ = self.best(task.name, steps)
+        for at, start in ((best * start, start) for start in starts):
+            for name in ("slope", "climb"):
                 self.run(
-                    task, steps, seed, FREE, start,
-                    lambda at=best * start: raced(  # type: ignore[misc]
-                        task, seed, steps, at, make=Free, plays=warmed
-                    ),
+                    task, steps, seed, name, start,
+                    lambda at=at, name=name: guided(task, seed, steps, at, name),  # type: ignore[misc]
                 )  # fmt: skip
-            for start in (0.1, 10.0):
-                at = best * start
+            for sigma in (0.1, 0.002):
                 self.run(
-                    task, steps, seed, "auto inside", start,
-                    lambda at=at: raced(task, seed, steps, at, inside=True),  # type: ignore[misc]
+                    task, steps, seed, f"paper {sigma}", start,
+                    lambda at=at, sigma=sigma: paper(task, seed, steps, at, sigma),  # type: ignore[misc]
                 )  # fmt: skip
-                for name in ("slope", "climb"):
-                    self.run(
-                        task, steps, seed, name, start,
-                        lambda at=at, name=name: guided(task, seed, steps, at, name),  # type: ignore[misc]
-                    )  # fmt: skip
-                for sigma in (0.1, 0.002):
-                    self.run(
-                        task, steps, seed, f"paper {sigma}", start,
-                        lambda at=at, sigma=sigma: paper(task, seed, steps, at, sigma),  # type: ignore[misc]
-                    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -136,10 +149,12 @@ def main(arguments: list[str] | None = None) -> None:
     arbiter = Arbiter(given.rows)
     if given.markdown:
         lengths = [int(steps) for steps in given.lengths.split(",")]
-        shown = [*([*DEVELOPED][:7]), *JUDGED]
+        shown = [*FIRST, *JUDGED]
         print(markdown(arbiter, readme(lengths[0], lengths[-1]), shown, errors=False))
         for columns in (part for steps in lengths for part in documents(steps)):
             print(f"\n{markdown(arbiter, columns, TASKS, errors=True)}")
+        starts = [(steps, "auto", start) for steps in lengths for start in (0.1, 1.0, 10.0)]
+        print(f"\n{rates(arbiter, starts)}")
         return
     if not given.table:
         for steps in map(int, given.lengths.split(",")):

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.lr_rows import Rows, mean_or_inf
-from benchmarks.lr_tasks import DEVELOPED, JUDGED, TASKS
+from benchmarks.lr_tasks import FIRST, JUDGED, TASKS
 
 STARTS = (0.01, 0.1, 1.0, 10.0)
 FREE = "auto beneath schedule-free"
-MEANS = {"mean of the first seven": [*DEVELOPED][:7], "mean of those with *": [*JUDGED]}
+MEANS = {"mean of the first seven": [*FIRST], "mean of those with *": [*JUDGED]}
 """Of which tasks the tables have a mean; beside the median of all."""
 Column = tuple[int, str, float]
 """Steps of the run, method, start over the best; 0 for a method's own default."""
@@ -28,22 +28,23 @@ def readme(short: int, long: int) -> list[Column]:
 
 
 def documents(steps: int) -> list[list[Column]]:
-    """Columns of the tables of docs/controller.md: the rule, the other rules, everybody else."""
+    """Columns of the tables of docs/controller.md: the rule, the other rules from where all tasks
+    were run and from where some were, everybody else."""
     race = [
         *(("auto", start) for start in STARTS),
         *(("auto inside", start) for start in (0.1, 10.0)),
         *((FREE, start) for start in (0.1, 1.0, 10.0)),
     ]
     rules = [
-        *((name, start) for name in ("slope", "climb") for start in (0.1, 10.0)),
-        *((f"paper {sigma}", start) for sigma in (0.1, 0.002) for start in (0.1, 10.0)),
+        [(name, start) for name in ("slope", "climb", "paper 0.1", "paper 0.002") for start in pair]
+        for pair in ((0.1, 10.0), (0.01, 1.0))
     ]
     others = [
         *(("fixed", start) for start in (0.01, 0.1, 10.0)),
         *((name, 0.0) for name in ("prodigy", "d-adaptation")),
         *(("schedule-free", start) for start in (0.0, 0.1, 1.0, 10.0)),
     ]
-    return [[(steps, *column) for column in part] for part in (race, rules, others)]
+    return [[(steps, *column) for column in part] for part in (race, *rules, others)]
 
 
 def table(rows: Rows) -> str:
@@ -87,6 +88,8 @@ def markdown(rows: Rows, columns: list[Column], tasks: Iterable[str], *, errors:
         for column in columns
     }
     columns = [c for c in columns if any(drawn[(task, *c)] for task in TASKS)]
+    if not columns:
+        return ""
     steps = columns[0][0]
     heads = [_head(column, steps) for column in columns]
     lines = [
@@ -102,8 +105,25 @@ def markdown(rows: Rows, columns: list[Column], tasks: Iterable[str], *, errors:
         summary({task: mean_or_inf(x) for task in TASKS if (x := drawn[(task, *c)])})
         for c in columns
     ]
-    for name in told[0]:
+    for name in (name for name in told[0] if any(x[name] for x in told)):
         lines.append(f"| **{name}** | {' | '.join(_cell(x[name]) for x in told)} |")
+    return "\n".join(lines)
+
+
+def rates(rows: Rows, columns: list[Column]) -> str:
+    """The learning rate of the last start over the best of the grid: geometric mean, extremes."""
+    found, heads = rows.excesses(), [_head(column, 0) for column in columns]
+    lines = [
+        f"| LR over the best | {' | '.join(heads)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for task in TASKS:
+        cells = []
+        for column in columns:
+            drawn = [rate for _, rate in found.get((task, *column), [])]
+            mean = statistics.geometric_mean(drawn) if drawn else math.nan
+            cells.append(f"{mean:.2g} ({min(drawn):.2g} to {max(drawn):.2g})" if drawn else "")
+        lines.append(f"| {task}{' *' * (task in JUDGED)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -115,7 +135,9 @@ def _head(column: Column, usual: int) -> str:
 
 def summary(means: dict[str, float]) -> dict[str, list[float]]:
     """The median of all tasks, and means of some; nothing where one of them was not run."""
-    told = {"median of all": [statistics.median(means.values())]}
+    told: dict[str, list[float]] = {"median of all": []}
+    if len(means) == len(TASKS):
+        told["median of all"] = [statistics.median(means.values())]
     for name, tasks in MEANS.items():
         drawn = [means[t] for t in tasks if t in means]
         told[name] = [mean_or_inf(drawn)] if len(drawn) == len(tasks) else []
