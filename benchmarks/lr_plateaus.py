@@ -253,33 +253,3 @@ def counts(*, name: str = "counts", batch: int = 128, around: float = 0.05) -> T
         optimizer="sgd",
         around=around,
     )
-
-
-def stripes(*, name: str = "stripes", batch: int = 64, around: float = 0.1) -> Task:
-    """Digits under fresh noise, row after row through a plain recurrence, by SGD."""
-    hidden, train, held_out = 40, 60_000, 2048
-
-    def init(g: torch.Generator) -> Params:
-        return {
-            "input": linear(g, 8, hidden),
-            "state": linear(g, hidden, hidden),
-            "out": linear(g, hidden, 10, 0.5),
-        }
-
-    def losses(p: Params, indices: Tensor) -> Tensor:
-        images, labels = noisy_digits(indices, train)
-        state = torch.zeros(*indices.shape, hidden)
-        for row in images.unbind(-2):
-            state = torch.tanh(times(row, p["input"]) + times(state, p["state"]))
-        return cross_entropy(times(state, p["out"]), labels)
-
-    return Task(
-        name=name,
-        init=init,
-        losses=losses,
-        train=train,
-        held_out=held_out,
-        batch=batch,
-        optimizer="sgd",
-        around=around,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks import lr_images, lr_plateaus, lr_tables, lr_texts
+from benchmarks import lr_images, lr_plateaus, lr_tables, lr_texts, lr_unstable
 from benchmarks.lr_problem import Task
 
 DEVELOPED: Mapping[str, Task] = {
@@ -38,6 +38,7 @@ DEVELOPED: Mapping[str, Task] = {
         lr_images.logit(),
         lr_plateaus.sigmoid(),
         lr_plateaus.duels(),
+        lr_unstable.stripes(),
     )
 }
 """Tasks that had a part in the rules: their constants were chosen on them."""
@@ -53,7 +54,9 @@ JUDGED: Mapping[str, Task] = {
         lr_plateaus.recall(),
         lr_plateaus.twins(),
         lr_plateaus.counts(),
-        lr_plateaus.stripes(),
+        lr_unstable.elman(),
+        lr_unstable.adding(),
+        lr_unstable.relu(),
     )
 }
 """Tasks that were written when the rules were done, and on which nothing was chosen."""

@@ -24,17 +24,18 @@ def _text(context: int, train: int, held_out: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     held = torch.arange(len(blocks)) % 10 == 9
 
-    def windows(source: Tensor, count: int) -> Tensor:
+    def draw(source: Tensor, count: int) -> Tensor:
         row = torch.randint(len(source), (count,), generator=generator)
         start = torch.randint(BLOCK - context, (count,), generator=generator)
         return source[row[:, None], start[:, None] + torch.arange(context + 1)]
 
-    return torch.cat([windows(blocks[~held], train), windows(blocks[held], held_out)])
+    return torch.cat([draw(blocks[~held], train), draw(blocks[held], held_out)])
 
 
-def _windows(context: int, indices: Tensor, train: int, held_out: int) -> tuple[Tensor, Tensor]:
-    windows = _text(context, train, held_out)[indices]
-    return windows[..., :-1], windows[..., 1:]
+def windows(context: int, indices: Tensor, train: int, held_out: int) -> tuple[Tensor, Tensor]:
+    """The bytes of these examples, and those that come next."""
+    drawn = _text(context, train, held_out)[indices]
+    return drawn[..., :-1], drawn[..., 1:]
 
 
 def gpt(
@@ -59,7 +60,7 @@ def gpt(
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         x = look_up(p["embed"], tokens) + p["place"][:, None]
         count, examples = indices.shape
         for i in range(layers):
@@ -101,7 +102,7 @@ def conv(*, name: str = "conv", batch: int = 32, around: float = 0.4) -> Task:
         return params | {f"conv{i}": linear(g, 3 * width, width) for i in range(3)}
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         x = look_up(p["embed"], tokens)
         for i in range(3):
             gap = 2**i
@@ -136,7 +137,7 @@ def lstm(*, name: str = "lstm", batch: int = 24, around: float = 0.03) -> Task:
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         drive = times(look_up(p["embed"], tokens), p["input"]) + p["bias"][:, None, None]
         hidden = cell = drive.new_zeros(*indices.shape, width)
         seen = []
@@ -176,7 +177,7 @@ def gru(*, name: str = "gru", batch: int = 32, around: float = 0.02) -> Task:
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         drive = look_up(p["embed"], tokens)
         hidden = drive.new_zeros(*indices.shape, width)
         seen = []
@@ -213,7 +214,7 @@ def ngram(*, name: str = "ngram", batch: int = 128, around: float = 0.2) -> Task
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         x = look_up(p["embed"], tokens).flatten(2)
         hidden_state = functional.relu(times(x, p["one"]))
         return cross_entropy(times(hidden_state, p["out"]), target[..., -1])
@@ -242,7 +243,7 @@ def short(*, name: str = "short", batch: int = 64, around: float = 0.002) -> Tas
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         x = look_up(p["embed"], tokens).flatten(2)
         return cross_entropy(times(functional.relu(times(x, p["one"])), p["out"]), target[..., -1])
 
@@ -281,7 +282,7 @@ def masked(*, name: str = "masked", batch: int = 32, around: float = 0.008) -> T
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, _ = _windows(context, indices, train, held_out)
+        tokens, _ = windows(context, indices, train, held_out)
         x = torch.where(hidden[:, None], p["blank"][:, None], look_up(p["embed"], tokens))
         x = x + p["place"][:, None]
         for i in range(layers):
@@ -318,7 +319,7 @@ def bilinear(*, name: str = "bilinear", batch: int = 64, around: float = 0.2) ->
         }
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         mixed = times(look_up(p["embed"], tokens).flatten(2), p["mix"])
         return cross_entropy(times(mixed, p["out"]) + p["shift"], target[..., -1])
 
@@ -352,7 +353,7 @@ def rnn(*, name: str = "rnn", batch: int = 48, around: float = 0.004) -> Task:
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
-        tokens, target = _windows(context, indices, train, held_out)
+        tokens, target = windows(context, indices, train, held_out)
         x = look_up(p["embed"], tokens)
         for i in range(2):
             drive = times(x, p[f"enter{i}"]) + p[f"shift{i}"][:, None]

@@ -25,9 +25,15 @@ and down together. PATIENCE such looks in a row are a verdict.
 What a race found is on trial until TRIED of the schedule's whole path. It fails where the held-out
 loss is then not below what the race promised (hdet_scale.race); before that, in PATIENCE looks in a
 row, not below BROKEN times the mark's; after it, not below the promise: some learning rates learn
-at first and die. The run then starts again with a quarter of what was found, on trial for four
-times the path since it learns so much more slowly, at last with the learning rate given, of which
-nothing was promised.
+at first and die. It fails too where it unlearns: in PATIENCE looks in a row both the held-out and
+the training loss have lost LOST of what was gained since the mark,
+
+    L > min L + LOST (L(mark) - min L)
+
+which a learning rate that a run bears never does, and one that it does not bear does before its
+decay hides it. The run then starts again with a quarter of what was found, on trial for four times
+the path since it learns so much more slowly, at last with the learning rate given, of which nothing
+was promised; below the learning rate given, which would unlearn too, with a quarter again.
 
 What a race found may be contested: its heats could not bear the learning rate given, or were noisy
 and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
@@ -80,6 +86,8 @@ DUEL = 0.1
 """The same for two starts that are held against each other."""
 BROKEN = 2.0
 """Times the loss at the mark."""
+LOST = 0.1
+"""Of what was learnt since the mark: what fits never loses so much for long."""
 STEP_BACK = 4.0
 """What a scale that failed is divided by."""
 
@@ -121,7 +129,8 @@ class Watch:
         self._start(FIRST)
 
     def _start(self, share: float) -> None:
-        self.step, self.path, self.rises, self.breaks = 0, 0.0, 0, 0
+        self.step, self.path = 0, 0.0
+        self.rises, self.breaks, self.unlearnt = 0, 0, 0
         self.tried = False
         self.next = max(2, round(share * self.total_steps))
         self.curve: list[tuple[int, float, float]] = []
@@ -149,7 +158,7 @@ class Watch:
         self.curve.append((self.step, self.path, mean if math.isfinite(mean) else math.inf))
         self.next = max(self.step + 1, round(self.step * GROWTH))
         self._end_in_time()
-        if self._fails(mean):
+        if self._fails(mean) or self._unlearns(mean, trained):
             return self._step_back(mean)
         if not self.tried and (self.duel or self.scale == 1.0):
             return None  # a loss may go up and down while it warms up
@@ -175,6 +184,16 @@ class Watch:
             return False
         self.tried = True
         return self._loses(mean) if self.duel else not self._keeps(mean)
+
+    def _unlearns(self, mean: float, trained: float) -> bool:
+        """Of what was found alone: the learning rate given is the user's."""
+        if not self.tried or self.duel or self.scale == 1.0:
+            return False
+        lowest = statistics.fmean(self.best)
+        limit = lowest + LOST * (statistics.fmean(self.before) - lowest)
+        both = mean > limit and trained > limit  # a loss that is not known is above nothing
+        self.unlearnt = self.unlearnt + 1 if both else 0
+        return self.unlearnt >= PATIENCE
 
     @property
     def _broken(self) -> float:
@@ -203,6 +222,8 @@ class Watch:
         told = f"the held-out loss is {mean:.4g} after {self.step} steps, {before:.4g} before them"
         if self.duel and not self.contested:
             told += f", {self.rival:.4g} with the learning rate given"
+        if self.unlearnt >= PATIENCE:
+            told += f", {statistics.fmean(self.best):.4g} at its lowest"
         return told
 
     def _step_back(self, mean: float) -> float | None:
@@ -212,7 +233,8 @@ class Watch:
             self.over = True
             return None
         self.duel = self.duel and self.contested
-        self.given_failed = self.given_failed or (self.contested and not self.duel)
+        above = self.unlearnt >= PATIENCE and self.scale < 1.0  # what unlearns bears no more
+        self.given_failed = self.given_failed or above or (self.contested and not self.duel)
         self.scale, self.contested = scale, False
         self.verdict = f"{told}: the run starts again with {scale:.3g} x the learning rate given"
         if scale == 1.0:
@@ -229,6 +251,8 @@ class Watch:
             return 1.0  # lost to the learning rate given
         if self.scale > 1.0:
             return max(1.0, self.scale / STEP_BACK)
+        if self.unlearnt >= PATIENCE:
+            return self.scale / STEP_BACK
         # What learns nothing may be too little; what breaks would break with more.
         slow = self.scale < 1.0 and mean < self._broken
         return 1.0 if slow and not self.given_failed else None
@@ -290,6 +314,7 @@ class Watch:
             "path": self.path,
             "rises": self.rises,
             "breaks": self.breaks,
+            "unlearnt": self.unlearnt,
             "tried": self.tried,
             "next": self.next,
             "over": self.over,
@@ -317,6 +342,7 @@ class Watch:
         watch.curve = [(int(t), float(x), float(y)) for t, x, y in state["curve"]]
         watch.step, watch.path = int(state["step"]), float(state["path"])
         watch.rises, watch.next = int(state["rises"]), int(state["next"])
-        watch.breaks, watch.tried = int(state["breaks"]), bool(state["tried"])
+        watch.breaks, watch.unlearnt = int(state["breaks"]), int(state["unlearnt"])
+        watch.tried = bool(state["tried"])
         watch.over, watch.verdict = bool(state["over"]), str(state["verdict"])
         return watch
