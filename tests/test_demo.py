@@ -1,5 +1,6 @@
 """The demo through its real workers, and what it does when something goes wrong."""
 
+import atexit
 import io
 import math
 import os
@@ -33,6 +34,12 @@ def fail_on_rank_1(send: Send, *_: object) -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("the third law does not hold")
     dist.barrier()
+
+
+def abort_at_exit(send: Send) -> None:
+    """As a group's thread does that lets go of a tensor while the interpreter is taken down."""
+    atexit.register(os.abort)
+    send(dist.get_rank())
 
 
 def die_on_rank_1(send: Send) -> None:
@@ -169,6 +176,10 @@ def test_a_failing_worker_fails_the_demo(
     err = capfd.readouterr().err
     assert "error: worker 1 failed" in err
     assert "ArithmeticError: the third law does not hold" in err
+
+
+def test_a_worker_that_is_done_has_ended_well_whatever_an_interpreter_leaves_behind() -> None:
+    assert sorted(messages(abort_at_exit, 2)) == [0, 1]
 
 
 def test_a_killed_worker_is_named_and_not_its_peers() -> None:
