@@ -30,7 +30,7 @@ import torch
 from benchmarks.lr_free import Free, warmed
 from benchmarks.lr_problem import Task
 from benchmarks.lr_race import fixed, raced
-from benchmarks.lr_report import FREE, STARTS, documents, figure, markdown, rates, readme, table
+from benchmarks.lr_report import FREE, STARTS, documents, figure, markdown, ratios, readme, table
 from benchmarks.lr_rivals import guided, others, paper
 from benchmarks.lr_rows import Rows
 from benchmarks.lr_tasks import FIRST, JUDGED, TASKS
@@ -87,10 +87,15 @@ class Arbiter(Rows):
             return
         for name, start, do in others(task, seed, steps, best):
             self.run(task, steps, seed, name, start, do)
-        rates = [best * x for x in (0.01, 0.1, 10.0)]
-        if (task.name, steps, seed, "fixed", 0.1) not in self.known:
-            for start, loss in zip((0.01, 0.1, 10.0), fixed(task, seed, steps, rates), strict=True):
-                found = {"loss": loss, "rate": best * start, "extra": 0.0}
+        starts = [
+            start
+            for start in (0.01, 0.1, 10.0)
+            if (task.name, steps, seed, "fixed", start) not in self.known
+        ]
+        if starts:
+            at = [best * start for start in starts]
+            for start, rate, loss in zip(starts, at, fixed(task, seed, steps, at), strict=True):
+                found = {"loss": loss, "rate": rate, "extra": 0.0}
                 self.run(task, steps, seed, "fixed", start, lambda found=found: found)  # type: ignore[misc]
         if steps == task.steps[0]:
             self.variants(task, steps, seed)
@@ -154,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         for columns in (part for steps in lengths for part in documents(steps)):
             print(f"\n{markdown(arbiter, columns, TASKS, errors=True)}")
         starts = [(steps, "auto", start) for steps in lengths for start in (0.1, 1.0, 10.0)]
-        print(f"\n{rates(arbiter, starts)}")
+        print(f"\n{ratios(arbiter, starts)}")
         return
     if not given.table:
         for steps in map(int, given.lengths.split(",")):

@@ -110,7 +110,7 @@ def markdown(rows: Rows, columns: list[Column], tasks: Iterable[str], *, errors:
     return "\n".join(lines)
 
 
-def rates(rows: Rows, columns: list[Column]) -> str:
+def ratios(rows: Rows, columns: list[Column]) -> str:
     """The learning rate of the last start over the best of the grid: geometric mean, extremes."""
     found, heads = rows.excesses(), [_head(column, 0) for column in columns]
     lines = [
@@ -120,11 +120,15 @@ def rates(rows: Rows, columns: list[Column]) -> str:
     for task in TASKS:
         cells = []
         for column in columns:
-            drawn = [rate for _, rate in found.get((task, *column), [])]
-            mean = statistics.geometric_mean(drawn) if drawn else math.nan
-            cells.append(f"{mean:.2g} ({min(drawn):.2g} to {max(drawn):.2g})" if drawn else "")
+            drawn = [ratio for _, ratio in found.get((task, *column), [])]
+            cells.append(_ratio(drawn) if drawn else "")
         lines.append(f"| {task}{' *' * (task in JUDGED)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _ratio(drawn: list[float]) -> str:
+    mean = statistics.geometric_mean(drawn)
+    return f"{mean:.2g} ({min(drawn):.2g} to {max(drawn):.2g})"
 
 
 def _head(column: Column, usual: int) -> str:

@@ -1,5 +1,5 @@
-"""Problems whose learning rate is bounded late: what learns well at first may explode or die in the
-middle of a run, so that short heats promise too much."""
+"""Problems that may explode or die in the middle of a run: recurrences and a deep network, of which
+short heats say little."""
 
 from __future__ import annotations
 

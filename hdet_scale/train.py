@@ -428,7 +428,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Under a launcher: one rank. Otherwise: start the workers and wait for them."""
+    """Under a launcher: one rank, and the end of its process. Otherwise: start the workers and wait
+    for them."""
     args = parse(argv)
     try:
         launched = _launched()

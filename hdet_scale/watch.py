@@ -25,15 +25,17 @@ and down together. PATIENCE such looks in a row are a verdict.
 What a race found is on trial until TRIED of the schedule's whole path. It fails where the held-out
 loss is then not below what the race promised (hdet_scale.race); before that, in PATIENCE looks in a
 row, not below BROKEN times the mark's; after it, not below the promise: some learning rates learn
-at first and die. It fails too where it unlearns: in PATIENCE looks in a row both the held-out and
-the training loss have lost LOST of what was gained since the mark,
+at first and die. It fails too where it unlearns: in PATIENCE looks in a row, until LATE of the run,
+the held-out loss has lost LOST of what was learnt since the mark,
 
     L > min L + LOST (L(mark) - min L)
 
-which a learning rate that a run bears never does, and one that it does not bear does before its
-decay hides it. The run then starts again with a quarter of what was found, on trial for four times
-the path since it learns so much more slowly, at last with the learning rate given, of which nothing
-was promised; below the learning rate given, which would unlearn too, with a quarter again.
+and the training loss is above that, and above what it was at the lowest held-out loss, which was
+seen at no smaller share of the peak: both rise with the learning rate of a schedule. Near the peak
+what a run does not bear shows itself so, and the decay hides it. The run then starts again with a
+quarter of what was found, on trial for four times the path since it learns so much more slowly, at
+last with the learning rate given, of which nothing was promised; below the learning rate given,
+which would unlearn too, with a quarter again.
 
 What a race found may be contested: its heats could not bear the learning rate given, or were noisy
 and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
@@ -51,6 +53,7 @@ two for the training loss, whatever the number of replicas.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -87,7 +90,11 @@ DUEL = 0.1
 BROKEN = 2.0
 """Times the loss at the mark."""
 LOST = 0.1
-"""Of what was learnt since the mark: what fits never loses so much for long."""
+"""Of what was learnt since the mark: what fits seldom loses so much for long."""
+EVEN = 0.99
+"""Shares of the peak that pass for equal."""
+LATE = 0.6
+"""Share of the run after which what unlearns is left to the decay."""
 STEP_BACK = 4.0
 """What a scale that failed is divided by."""
 
@@ -158,7 +165,7 @@ class Watch:
         self.curve.append((self.step, self.path, mean if math.isfinite(mean) else math.inf))
         self.next = max(self.step + 1, round(self.step * GROWTH))
         self._end_in_time()
-        if self._fails(mean) or self._unlearns(mean, trained):
+        if self._fails(mean) or self._unlearns(losses, trained):
             return self._step_back(mean)
         if not self.tried and (self.duel or self.scale == 1.0):
             return None  # a loss may go up and down while it warms up
@@ -178,22 +185,33 @@ class Watch:
         if self.breaks >= PATIENCE:
             self.duel = self.duel and not self.contested  # what breaks is no rival
             return True
-        slower = min(STEP_BACK, self.found / self.scale) if self.scale > 1.0 else 1.0
+        slower = 1.0 if self.scale == 1.0 else min(STEP_BACK, self.found / self.scale)
         share = DUEL if self.duel else TRIED * slower
         if self.tried or self.path < share * self.mean * self.total_steps:
             return False
         self.tried = True
         return self._loses(mean) if self.duel else not self._keeps(mean)
 
-    def _unlearns(self, mean: float, trained: float) -> bool:
+    def _unlearns(self, losses: Sequence[float], trained: float) -> bool:
         """Of what was found alone: the learning rate given is the user's."""
-        if not self.tried or self.duel or self.scale == 1.0:
+        late = self.begun + self.step > LATE * self.total_steps
+        if late or not self.tried or self.duel or self.scale == 1.0:
             return False
-        lowest = statistics.fmean(self.best)
-        limit = lowest + LOST * (statistics.fmean(self.before) - lowest)
-        both = mean > limit and trained > limit  # a loss that is not known is above nothing
-        self.unlearnt = self.unlearnt + 1 if both else 0
+        lowest, before = (
+            statistics.fmean(batches[: len(losses)]) for batches in (self.best, self.before)
+        )
+        limit = lowest + LOST * (before - lowest)
+        # A training loss that is not known is above nothing.
+        risen = statistics.fmean(losses) > limit and trained > max(limit, self.trained)
+        self.unlearnt = self.unlearnt + 1 if risen and self._past_the_peak() else 0
         return self.unlearnt >= PATIENCE
+
+    def _past_the_peak(self) -> bool:
+        """True where the schedule was no lower before the lowest look than before this one."""
+        points = [(0, 0.0, math.inf), *self.curve]
+        shares = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
+        seen = [loss for _, _, loss in self.curve[:-1]]
+        return bool(seen) and shares[seen.index(min(seen))] >= EVEN * shares[-1]
 
     @property
     def _broken(self) -> float:
@@ -342,7 +360,7 @@ class Watch:
         watch.curve = [(int(t), float(x), float(y)) for t, x, y in state["curve"]]
         watch.step, watch.path = int(state["step"]), float(state["path"])
         watch.rises, watch.next = int(state["rises"]), int(state["next"])
-        watch.breaks, watch.unlearnt = int(state["breaks"]), int(state["unlearnt"])
+        watch.breaks, watch.unlearnt = int(state["breaks"]), int(state.get("unlearnt", 0))
         watch.tried = bool(state["tried"])
         watch.over, watch.verdict = bool(state["over"]), str(state["verdict"])
         return watch

@@ -169,19 +169,22 @@ def _work(
         refused = str(error) if isinstance(error, Refused) else None
         # Said before the group goes: the peers' errors, that we are gone, come after it.
         queue.put(_Failure(rank, traceback.format_exc(), refused))
-        raise
+        leave(1)
     dist.destroy_process_group()
     leave(0)
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank whose work is done and told, without taking the interpreter down.
+    """End a rank that has told all it has to, without taking the interpreter down.
 
     Engines keep their process groups past `destroy_process_group`. A group's thread lets go of
     the tensors of a collective after it has told the one who waits; on a busy machine that can
     be while the interpreter goes down, and to want its lock then aborts the process: a run that
-    is done would end as a failure.
+    is done would end as a failure, and one that failed without its reason.
     """
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()  # DeepSpeed's monitor leaves it to the end of the interpreter
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -305,6 +305,66 @@ def test_below_what_unlearnt_nothing_goes_back_to_the_learning_rate_given() -> N
     assert "at a learning rate that is not above the one given" in rule.verdict
 
 
+@pytest.mark.parametrize("warm_up", [0.05, 0.3, 0.6])
+def test_losses_that_rise_with_the_schedule_are_not_unlearnt(warm_up: float) -> None:
+    """Noise by the present learning rate, and a warm-up that goes on after all has been learnt."""
+    rule = watch(8.0)
+    for step in range(1, S - rule.begun):
+        up = step / (warm_up * S)
+        share = up if up < 1 else 0.5 * (1 + math.cos(math.pi * (step - warm_up * S) / S))
+        rule.count(share)
+        if rule.due:
+            held = 0.5 + 1.8 * math.exp(-step / 20) + 0.5 * share
+            assert rule.look([held] * 8, held) is None, rule.verdict
+    assert rule.scale == 8.0
+    assert rule.over
+
+
+def test_a_training_loss_that_falls_does_not_unlearn() -> None:
+    """With dropout or smoothed labels it is above the held-out loss from the beginning."""
+    rule = watch(8.0)
+
+    def losses(_: float) -> tuple[list[float], float]:
+        held = max(1.0, 2.3 - rule.path / 25) + 0.3 * (rule.path > 100.0)
+        return [held] * 8, 1.95 - rule.path / 1000
+
+    assert Played(rule, losses).scales == [8.0]
+
+
+def test_fewer_batches_after_a_resume_are_held_against_themselves() -> None:
+    rule, losses = watch(8.0), [1.8] * 4 + [1.0] * 4
+    for k in range(12):
+        while not rule.due:
+            rule.count(1.0)
+        few = losses[: 8 if k < 8 else 6]
+        assert rule.look(few, 1.9 + 0.01 * k) is None, rule.verdict
+    assert rule.scale == 8.0
+
+
+def test_what_unlearns_late_is_left_to_the_decay() -> None:
+    rule = watch(8.0)
+
+    def losses(_: float) -> tuple[list[float], float]:
+        held = 0.3 + 0.4 * (rule.step > 0.4 * S)
+        return [held] * 8, held
+
+    assert Played(rule, losses).scales == [8.0]
+
+
+def test_a_quarter_below_the_learning_rate_given_has_four_times_the_path_too() -> None:
+    """It unlearns at 0.4 x; what is left learns a quarter as fast, and keeps the promise at last."""
+    rule = Watch(total_steps=S, begun=70, mean=0.5, scale=0.4, before=BEFORE, promise=1.5)
+
+    def losses(_: float) -> tuple[list[float], float]:
+        lost = rule.scale > 0.2 and rule.path > 100.0
+        held = max(0.3, 2.3 - rule.scale * rule.path / 10) + 0.4 * lost
+        return [held] * 8, held
+
+    run = Played(rule, losses)
+    assert run.scales == pytest.approx([0.4, 0.1])
+    assert "not above the one given" not in rule.verdict
+
+
 @pytest.mark.parametrize("trained", [math.nan, 0.45])
 def test_without_a_training_loss_above_it_too_nothing_is_unlearnt(trained: float) -> None:
     """Not known; or of what was learnt by heart, which is for another rule to see."""
@@ -406,6 +466,12 @@ def test_unlearning_goes_on_where_it_was_interrupted(moment: int) -> None:
     again = Watch.of_state(copy.deepcopy(whole.state_dict()))
     assert run(whole, moment, S).state_dict() == run(again, moment, S).state_dict()
     assert whole.scale == 2.0
+
+
+def test_a_state_from_before_unlearning_was_counted_loads() -> None:
+    state = watch().state_dict()
+    del state["unlearnt"]
+    assert Watch.of_state(state).unlearnt == 0
 
 
 def duel() -> Watch:
