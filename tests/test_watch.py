@@ -352,7 +352,7 @@ def test_what_unlearns_late_is_left_to_the_decay() -> None:
 
 
 def test_a_quarter_below_the_learning_rate_given_has_four_times_the_path_too() -> None:
-    """It unlearns at 0.4 x; what is left learns a quarter as fast, and keeps the promise at last."""
+    """It unlearns at 0.4 x; what is left learns a quarter as fast, and keeps the promise."""
     rule = Watch(total_steps=S, begun=70, mean=0.5, scale=0.4, before=BEFORE, promise=1.5)
 
     def losses(_: float) -> tuple[list[float], float]:
