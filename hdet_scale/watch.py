@@ -30,12 +30,13 @@ the held-out loss has lost LOST of what was learnt since the mark,
 
     L > min L + LOST (L(mark) - min L)
 
-and the training loss is above that, and above what it was at the lowest held-out loss, which was
-seen at no smaller share of the peak: both rise with the learning rate of a schedule. Near the peak
-what a run does not bear shows itself so, and the decay hides it. The run then starts again with a
-quarter of what was found, on trial for four times the path since it learns so much more slowly, at
-last with the learning rate given, of which nothing was promised; below the learning rate given,
-which would unlearn too, with a quarter again.
+and the training loss is above that, and above what it was at the lowest held-out loss. Where that
+was seen at a smaller share of the peak, HALF counts instead of LOST: both losses rise with the
+learning rate of a schedule, but never so much. Near the peak what a run does not bear shows itself
+so, and the decay hides it. The run then starts again with a quarter of what was found, on trial for
+four times the path since it learns so much more slowly, at last with the learning rate given, of
+which nothing was promised; below the learning rate given, which would unlearn too, with a quarter
+again.
 
 What a race found may be contested: its heats could not bear the learning rate given, or were noisy
 and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
@@ -91,6 +92,8 @@ BROKEN = 2.0
 """Times the loss at the mark."""
 LOST = 0.1
 """Of what was learnt since the mark: what fits seldom loses so much for long."""
+HALF = 0.5
+"""The same while the schedule is higher than it was at the lowest loss."""
 EVEN = 0.99
 """Shares of the peak that pass for equal."""
 LATE = 0.6
@@ -200,10 +203,10 @@ class Watch:
         lowest, before = (
             statistics.fmean(batches[: len(losses)]) for batches in (self.best, self.before)
         )
-        limit = lowest + LOST * (before - lowest)
+        limit = lowest + (LOST if self._past_the_peak() else HALF) * (before - lowest)
         # A training loss that is not known is above nothing.
         risen = statistics.fmean(losses) > limit and trained > max(limit, self.trained)
-        self.unlearnt = self.unlearnt + 1 if risen and self._past_the_peak() else 0
+        self.unlearnt = self.unlearnt + 1 if risen else 0
         return self.unlearnt >= PATIENCE
 
     def _past_the_peak(self) -> bool:

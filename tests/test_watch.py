@@ -320,6 +320,18 @@ def test_losses_that_rise_with_the_schedule_are_not_unlearnt(warm_up: float) -> 
     assert rule.over
 
 
+def test_what_dies_while_the_schedule_rises_unlearns_too() -> None:
+    """At its peak, after all had been learnt on the way up: more than half of it is gone."""
+    rule, restarts = watch(8.0), []
+    for step in range(1, S - rule.begun):
+        rule.count(min(1.0, step / (0.3 * S)))
+        if rule.due:
+            dead = rule.scale > 4.0 and step > 0.2 * S
+            held = 2.0 if dead else 0.5 + 1.8 * math.exp(-step / 20)
+            restarts += [rule.look([held] * 8, held)]
+    assert [x for x in restarts if x is not None] == [2.0]
+
+
 def test_a_training_loss_that_falls_does_not_unlearn() -> None:
     """With dropout or smoothed labels it is above the held-out loss from the beginning."""
     rule = watch(8.0)
