@@ -30,13 +30,13 @@ the held-out loss has lost LOST of what was learnt since the mark,
 
     L > min L + LOST (L(mark) - min L)
 
-and the training loss is above that, and above what it was at the lowest held-out loss. Where that
-was seen at a smaller share of the peak, HALF counts instead of LOST: both losses rise with the
-learning rate of a schedule, but never so much. Near the peak what a run does not bear shows itself
-so, and the decay hides it. The run then starts again with a quarter of what was found, on trial for
-four times the path since it learns so much more slowly, at last with the learning rate given, of
-which nothing was promised; below the learning rate given, which would unlearn too, with a quarter
-again.
+and the training loss is above that, and has not fallen below NO_LOWER of what it was at the lowest
+held-out loss: where it falls the run overfits. Where that was seen at a smaller share of the peak,
+LOST_RISING counts instead: both losses rise with the learning rate of a schedule, but not so much.
+Near the peak what a run does not bear shows itself so, and the decay hides it. The run then starts
+again with a quarter of what was found, on trial for four times the path since it learns so much
+more slowly, at last with the learning rate given, of which nothing was promised; below the learning
+rate given, which would unlearn too, with a quarter again.
 
 What a race found may be contested: its heats could not bear the learning rate given, or were noisy
 and learnt with it too. The run itself decides then, with its own batch and warm-up: the learning
@@ -92,8 +92,10 @@ BROKEN = 2.0
 """Times the loss at the mark."""
 LOST = 0.1
 """Of what was learnt since the mark: what fits seldom loses so much for long."""
-HALF = 0.5
+LOST_RISING = 0.25
 """The same while the schedule is higher than it was at the lowest loss."""
+NO_LOWER = 0.9
+"""Of the training loss at the lowest held-out loss: one step's is noisy."""
 EVEN = 0.99
 """Shares of the peak that pass for equal."""
 LATE = 0.6
@@ -203,9 +205,9 @@ class Watch:
         lowest, before = (
             statistics.fmean(batches[: len(losses)]) for batches in (self.best, self.before)
         )
-        limit = lowest + (LOST if self._past_the_peak() else HALF) * (before - lowest)
+        limit = lowest + (LOST if self._past_the_peak() else LOST_RISING) * (before - lowest)
         # A training loss that is not known is above nothing.
-        risen = statistics.fmean(losses) > limit and trained > max(limit, self.trained)
+        risen = statistics.fmean(losses) > limit and trained > max(limit, NO_LOWER * self.trained)
         self.unlearnt = self.unlearnt + 1 if risen else 0
         return self.unlearnt >= PATIENCE
 
