@@ -177,10 +177,10 @@ def _work(
 def leave(code: int) -> NoReturn:
     """End a rank that has told all it has to, without taking the interpreter down.
 
-    Engines keep their process groups past `destroy_process_group`. A group's thread lets go of
-    the tensors of a collective after it has told the one who waits; on a busy machine that can
-    be while the interpreter goes down, and to want its lock then aborts the process: a run that
-    is done would end as a failure, and one that failed without its reason.
+    Engines keep their process groups, and the groups their threads, past `destroy_process_group`.
+    Finished runs on a busy machine were seen to abort then, rarely, in native code: most likely a
+    thread that lets go of a collective's tensors, and wants an interpreter that is going down. A
+    run that is done would end as a failure, and one that failed without its reason.
     """
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:

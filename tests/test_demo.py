@@ -37,7 +37,7 @@ def fail_on_rank_1(send: Send, *_: object) -> None:
 
 
 def abort_at_exit(send: Send) -> None:
-    """As a group's thread does that lets go of a tensor while the interpreter is taken down."""
+    """As native threads may that outlive the work, when the interpreter is taken down."""
     atexit.register(os.abort)
     send(dist.get_rank())
 
@@ -180,6 +180,21 @@ def test_a_failing_worker_fails_the_demo(
 
 def test_a_worker_that_is_done_has_ended_well_whatever_an_interpreter_leaves_behind() -> None:
     assert sorted(messages(abort_at_exit, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize("run", ["object()", "None"])
+def test_who_leaves_says_all_it_has_to_and_ends_a_run_that_was_left_open(run: str) -> None:
+    """DeepSpeed's monitor never finishes what it began; `wandb` is a stand-in here."""
+    script = (
+        "import sys, types; from hdet_scale.workers import leave\n"
+        f"board = types.SimpleNamespace(run={run}, finish=lambda: print('finished'))\n"
+        "sys.modules['wandb'] = board; print('said', end=' '); leave(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 3
+    assert done.stdout.split() == (["said", "finished"] if run != "None" else ["said"])
 
 
 def test_a_killed_worker_is_named_and_not_its_peers() -> None:
