@@ -40,7 +40,7 @@ lint: $(READY)
 # not follow the editable install's import hook.
 types: $(READY)
 	rm -rf build/typed && mkdir -p build/typed/hdet_scale
-	ln -s $(CURDIR)/hdet_scale/*.py $(CURDIR)/hdet_scale/py.typed $(CURDIR)/kernels build/typed/hdet_scale/
+	ln -s $(CURDIR)/hdet_scale/* $(CURDIR)/kernels build/typed/hdet_scale/
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p hdet_scale
 
 bench: $(READY)

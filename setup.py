@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 EXTRAS = {
     "triton": ["triton>=3.5"],
@@ -26,9 +26,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["hdet_scale", "hdet_scale.kernels"],
+    packages=[*find_packages(include=["hdet_scale", "hdet_scale.*"]), "hdet_scale.kernels"],
     package_dir={"hdet_scale": "hdet_scale", "hdet_scale.kernels": "kernels"},
-    package_data={"hdet_scale": ["py.typed", "report.html"], "hdet_scale.kernels": ["py.typed"]},
+    package_data={
+        "hdet_scale": ["py.typed"],
+        "hdet_scale.runs": ["report.html"],
+        "hdet_scale.kernels": ["py.typed"],
+    },
     install_requires=["torch>=2.13"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hdet = hdet_scale.cli:main"]},

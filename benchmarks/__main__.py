@@ -14,15 +14,25 @@ import time
 from benchmarks import rows
 
 SHORT = {
-    "converge": ["--repeats", "3", "--shrink", "2", "--no-rows"],
-    "fused_step": ["--repeats", "5", "--no-rows"],
-    "plan_check": ["--repeats", "3", "--no-rows"],
-    "scale": ["--no-rows"],
-    "throughput": ["--turns", "60", "--no-rows"],
-    "ablation": ["--ranks", "4", "--steps", "30", "--seeds", "1", "--high", "0.3", "--no-rows"],
-    "time_to_loss": ["--ranks", "2", "--steps", "60", "--seeds", "1", "--no-rows"],
-    "factor_recovery": ["--short", "--only", "dropout", "--no-rows"],
-    "lr_recovery": ["--short"],
+    "speed.converge": ["--repeats", "3", "--shrink", "2", "--no-rows"],
+    "speed.fused_step": ["--repeats", "5", "--no-rows"],
+    "speed.plan_check": ["--repeats", "3", "--no-rows"],
+    "speed.scale": ["--no-rows"],
+    "speed.throughput": ["--turns", "60", "--no-rows"],
+    "paper.ablation": [
+        "--ranks",
+        "4",
+        "--steps",
+        "30",
+        "--seeds",
+        "1",
+        "--high",
+        "0.3",
+        "--no-rows",
+    ],
+    "paper.time_to_loss": ["--ranks", "2", "--steps", "60", "--seeds", "1", "--no-rows"],
+    "lr.factors": ["--short", "--only", "dropout", "--no-rows"],
+    "lr.recovery": ["--short"],
 }
 TOLD = ("figure:", "MISSED")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdet_scale.workers import Send, messages
+from hdet_scale.train.workers import Send, messages
 
 __all__ = ["Send", "device", "first", "parser", "run", "settle", "timed"]
 

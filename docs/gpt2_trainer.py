@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hdet_scale import HDETConfig
 from hdet_scale.hf import HDETCallback
-from hdet_scale.text import Text, standard_library
+from hdet_scale.models.text import Text, standard_library
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train"),
-    "report": ("one page that shows what the replicas of a run found", "report"),
-    "replay": ("the schedule that a run discovered, to be run again without HDET", "replay"),
+    "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train.command"),
+    "report": ("one page that shows what the replicas of a run found", "runs.report"),
+    "replay": ("the schedule that a run discovered, to be run again without HDET", "runs.replay"),
     "doctor": ("try what this machine can run, and say what to do about what fails", "doctor"),
     "demo": ("plain DDP beside HDET on this machine's CPU: a table and a picture", "demo"),
-    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan"),
+    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan.estimate"),
     "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
 """Name: what it does, and the module whose `main` it is; imported only when it is asked for."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hdet_scale.controller import PaperRule
-from hdet_scale.converge import BUCKET_BYTES, WIRES, OuterStep
-from hdet_scale.spread import check_spread
+from hdet_scale.converge.pipeline import BUCKET_BYTES, WIRES, OuterStep
+from hdet_scale.method.paper import PaperRule
+from hdet_scale.method.spread import check_spread
 
 GRADIENTS = ("shared", "local")
 RULES = ("none", "paper", "slope", "climb", "race", "auto")
@@ -28,7 +28,7 @@ class ConvergePolicy:
     bucket_bytes: int = BUCKET_BYTES
     """Cap of one flat bucket; the staging memory of a converge is at most two of them."""
     wire: str = "fp32"
-    """What goes over the wire: "fp32", "bf16", "int8" (see hdet_scale.wires for the memory)."""
+    """What goes over the wire: "fp32", "bf16", "int8" (see hdet_scale.converge.wires)."""
     overlap: bool = False
     """Average in the background while training goes on, and fold the result in later."""
     overlap_steps: int = 1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet_scale.gradient_mean import GradientMean, gradient_of
-from hdet_scale.spread import stream_seed
+from hdet_scale.engines.gradient_mean import GradientMean, gradient_of
+from hdet_scale.method.spread import stream_seed
 from hdet_scale.topology import Replicas
 
 NOISE_SCALES = ("vector", "tensor")

@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_scale.model import GPT, GPTConfig
-from hdet_scale.record import RoundRecord
-from hdet_scale.runlog import FILE, RunLog, read
+from hdet_scale.method.records import RoundRecord
+from hdet_scale.models.gpt import GPT, GPTConfig
+from hdet_scale.models.text import Text, batch, evaluation, standard_library
+from hdet_scale.runs.log import FILE, RunLog, read
 from hdet_scale.schedulers import OneCycleAutoLR
-from hdet_scale.text import Text, batch, evaluation, standard_library
 from hdet_scale.topology import Replicas
-from hdet_scale.workers import Send, WorkerError, messages
+from hdet_scale.train.workers import Send, WorkerError, messages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -450,8 +450,8 @@ def _fail(error: Exception) -> int:
 def _run(settings: Settings) -> None:
     from rich.console import Console
 
-    from hdet_scale import report
     from hdet_scale.picture import draw
+    from hdet_scale.runs import report
 
     console = Console()
     runs = [settings.out / folder for folder in FOLDERS.values()]

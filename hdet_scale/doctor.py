@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from hdet_scale.workers import Send, WorkerError, messages
+from hdet_scale.train.workers import Send, WorkerError, messages
 
 OK, ABSENT, BAD = "ok", "absent", "bad"
 LEAST_TORCH = (2, 13)
@@ -168,7 +168,8 @@ def _deepspeed() -> Finding:
     try:
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        from hdet_scale import deepspeed, zero_engine
+        from hdet_scale import deepspeed
+        from hdet_scale.deepspeed import engine as zero_engine
     except Exception as error:
         todo = f"its import fails: pip install 'deepspeed=={DEEPSPEED}.*'"
         return Finding(name, BAD, f"{type(error).__name__}: {error}".splitlines()[0], todo)

@@ -29,12 +29,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet_scale.assembly import races
-from hdet_scale.averaged import trained
-from hdet_scale.buckets import plan
 from hdet_scale.config import HDETConfig
-from hdet_scale.converge import distinct
-from hdet_scale.exploring import Exploring
+from hdet_scale.converge.buckets import plan
+from hdet_scale.converge.pipeline import distinct
+from hdet_scale.engines.averaged import trained
+from hdet_scale.phases.assembly import races
+from hdet_scale.phases.exploring import Exploring
 from hdet_scale.schedulers import AutoLR
 from hdet_scale.topology import Replicas, advise_mesh, shard_size_of
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.counted import Counted
-from hdet_scale.runlog import RunLog
+from hdet_scale.loops.counted import Counted
+from hdet_scale.runs.log import RunLog
 from hdet_scale.topology import is_distributed
 
 try:

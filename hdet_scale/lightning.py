@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.counted import Counted
+from hdet_scale.loops.counted import Counted
 
 try:
     from lightning.pytorch import Callback

@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hdet_scale import ddp
-from hdet_scale.assembly import averaged_by, check_search, make_round, make_search
-from hdet_scale.averaged import Averaged
 from hdet_scale.config import ConvergePolicy, HDETConfig
-from hdet_scale.controller import Descent, literal_decay
-from hdet_scale.exploring import Exploring
+from hdet_scale.engines.averaged import Averaged
 from hdet_scale.factors import Factor, check_factors, learning_rates
-from hdet_scale.meter import check_loss
-from hdet_scale.outline import Outline, outline_of, place_of, put_back
-from hdet_scale.probe import Losses
-from hdet_scale.replay import ReplayLR as ReplayLR
-from hdet_scale.search import Search
+from hdet_scale.method.losses import check_loss
+from hdet_scale.method.paper import Descent, literal_decay
+from hdet_scale.phases.assembly import averaged_by, check_search, make_round, make_search
+from hdet_scale.phases.exploring import Exploring
+from hdet_scale.runs.replay import ReplayLR as ReplayLR
+from hdet_scale.search.driver import Search
+from hdet_scale.search.probe import Losses
+from hdet_scale.search.schedule import Outline, outline_of, place_of, put_back
 from hdet_scale.topology import Replicas, is_distributed
 
 PRIVATE = {
@@ -51,7 +51,7 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
     converge: how parameters are averaged.
     averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
     rule: "auto" or "race" finds the learning rate before the run; enable_auto_lr is "paper".
-    probe: yields losses on batches that all replicas have in common; see hdet_scale.probe.
+    probe: yields losses on batches that all replicas have in common; see hdet_scale.search.probe.
     patience: rounds without a move after which the slope rule halves the spread.
     """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.fleet import Fleet
+from tests.support.fleet import Fleet
 
 settings.register_profile(
     "repeatable",

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas
-from hdet_scale.spread import multipliers
+from hdet_scale.method.spread import multipliers
 
 
 def _wsd(optimizer: Optimizer) -> LRScheduler:

@@ -14,11 +14,11 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas
-from hdet_scale.record import RoundRecord
-from hdet_scale.spread import assignment, multipliers
-from tests.fleet import Fleet
-from tests.long_run import STEPS, LongRun, random_kill, train
-from tests.toy import bits, learn, parameters, toy
+from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.spread import assignment, multipliers
+from tests.support.fleet import Fleet
+from tests.support.long_run import STEPS, LongRun, random_kill, train
+from tests.support.toy import bits, learn, parameters, toy
 
 T, S = 4, 40
 logger = logging.getLogger(__name__)

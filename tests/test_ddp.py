@@ -15,14 +15,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import AutoLR, ConvergePolicy, FusedAdamW, HDETConfig, OneCycleAutoLR
-from hdet_scale.controller import PaperRule
-from hdet_scale.converge import NoHealthyReplicaError
-from hdet_scale.spread import assignment, multipliers
-from tests.fleet import Fleet
-from tests.rng import rng_states
-from tests.test_converge import nearest_mean, ulps
-from tests.toy import buffers, learn, moments, parameters, same, toy
-from tests.traffic import traffic
+from hdet_scale.converge.pipeline import NoHealthyReplicaError
+from hdet_scale.method.paper import PaperRule
+from hdet_scale.method.spread import assignment, multipliers
+from tests.converge.test_pipeline import nearest_mean, ulps
+from tests.support.fleet import Fleet
+from tests.support.rng import rng_states
+from tests.support.toy import buffers, learn, moments, parameters, same, toy
+from tests.support.traffic import traffic
 
 T, S = 4, 24
 NAN = math.nan

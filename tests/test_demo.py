@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hdet_scale import demo
 from hdet_scale.demo import HDET, PLAIN, Progress, Run, Settings
-from hdet_scale.record import RoundRecord
-from hdet_scale.runlog import read
-from hdet_scale.workers import Send, WorkerError, messages
+from hdet_scale.method.records import RoundRecord
+from hdet_scale.runs.log import read
+from hdet_scale.train.workers import Send, WorkerError, messages
 
 COMMAND = [sys.executable, "-m", "hdet_scale.demo"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -186,7 +186,7 @@ def test_a_worker_that_is_done_has_ended_well_whatever_an_interpreter_leaves_beh
 def test_who_leaves_says_all_it_has_to_and_ends_a_run_that_was_left_open(run: str) -> None:
     """DeepSpeed's monitor never finishes what it began; `wandb` is a stand-in here."""
     script = (
-        "import sys, types; from hdet_scale.workers import leave\n"
+        "import sys, types; from hdet_scale.train.workers import leave\n"
         f"board = types.SimpleNamespace(run={run}, finish=lambda: print('finished'))\n"
         "sys.modules['wandb'] = board; print('said', end=' '); leave(3)"
     )

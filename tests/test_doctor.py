@@ -10,7 +10,7 @@ import torch
 
 from hdet_scale import cli, doctor
 from hdet_scale.doctor import BAD, OK, Finding
-from hdet_scale.workers import Send
+from hdet_scale.train.workers import Send
 
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas
 from hdet_scale.ddp import warm_init
-from tests.fleet import Fleet
-from tests.toy import bits, learn, toy
+from tests.support.fleet import Fleet
+from tests.support.toy import bits, learn, toy
 
 
 def make(groups: int = 2) -> Optimizer:

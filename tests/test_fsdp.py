@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import HDETConfig, OneCycleAutoLR, Replicas, fsdp
-from tests.sharded import (
+from tests.support.sharded import (
     Sharded,
     batch,
     build_model,
@@ -27,7 +27,7 @@ from tests.sharded import (
     on_fsdp,
     scheduler_of,
 )
-from tests.traffic import traffic
+from tests.support.traffic import traffic
 
 LAYOUTS = [(2, 2), (4, 1), (2, 1), (3, 1), (1, 2)]
 

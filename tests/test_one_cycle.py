@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale import OneCycleAutoLR, Replicas
-from hdet_scale.spread import assignment, multipliers
+from hdet_scale.method.spread import assignment, multipliers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9),

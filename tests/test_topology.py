@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hdet_scale import Replicas
-from tests.fleet import Fleet
+from tests.support.fleet import Fleet
 
 
 def _place(where: Replicas) -> dict[str, Any]:

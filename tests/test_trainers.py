@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.counted import Counted
-from hdet_scale.replay import ReplayLR, discovered
-from hdet_scale.runlog import read
-from tests.fleet import Fleet
+from hdet_scale.loops.counted import Counted
+from hdet_scale.runs.log import read
+from hdet_scale.runs.replay import ReplayLR, discovered
+from tests.support.fleet import Fleet
 
 CONFIG = HDETConfig(spread=0.3, interval=4, rule="paper")
 

@@ -12,9 +12,9 @@ from torch.optim import SGD
 
 from hdet_scale import OneCycleAutoLR, Replicas
 from hdet_scale.ddp import warm_init
-from tests.fleet import Fleet
-from tests.rng import rng_states
-from tests.toy import learn, parameters, same, toy
+from tests.support.fleet import Fleet
+from tests.support.rng import rng_states
+from tests.support.toy import learn, parameters, same, toy
 
 
 def big() -> nn.Module:

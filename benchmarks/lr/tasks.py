@@ -1,0 +1,67 @@
+"""The tasks on which rules are judged, and which of them had a part in the rules.
+
+What differs between them is what decides the best learning rate: the optimizer, the noise of the
+gradient, the curvature, and whether the data run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.lr import images as lr_images
+from benchmarks.lr import plateaus as lr_plateaus
+from benchmarks.lr import tables as lr_tables
+from benchmarks.lr import texts as lr_texts
+from benchmarks.lr import unstable as lr_unstable
+from benchmarks.lr.problem import Task
+
+DEVELOPED: Mapping[str, Task] = {
+    task.name: task
+    for task in (
+        lr_texts.gpt(name="gpt", batch=24, around=0.008),
+        lr_texts.gpt(name="gpt-small-batch", batch=8, around=0.006),
+        lr_texts.conv(),
+        lr_texts.lstm(),
+        lr_tables.tab(),
+        lr_images.digits(),
+        lr_images.over(),
+        lr_images.vit(),
+        lr_tables.factor(),
+        lr_tables.deep(),
+        lr_images.few(),
+        lr_images.denoise(),
+        lr_texts.ngram(),
+        lr_images.mixer(),
+        lr_texts.gru(),
+        lr_texts.short(),
+        lr_images.cnn(),
+        lr_tables.fields(),
+        lr_tables.smooth(),
+        lr_images.attend(),
+        lr_texts.bilinear(),
+        lr_images.logit(),
+        lr_plateaus.sigmoid(),
+        lr_plateaus.duels(),
+        lr_unstable.stripes(),
+    )
+}
+"""Tasks that had a part in the rules: their constants were chosen on them."""
+FIRST = [*DEVELOPED][:7]
+"""Where everything is run from everywhere."""
+JUDGED: Mapping[str, Task] = {
+    task.name: task
+    for task in (
+        lr_texts.masked(),
+        lr_images.tanh(),
+        lr_texts.rnn(),
+        lr_plateaus.parity(),
+        lr_plateaus.recall(),
+        lr_plateaus.twins(),
+        lr_plateaus.counts(),
+        lr_unstable.elman(),
+        lr_unstable.adding(),
+        lr_unstable.relu(),
+    )
+}
+"""Tasks that were written when the rules were done, and on which nothing was chosen."""
+TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}

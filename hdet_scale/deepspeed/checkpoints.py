@@ -1,0 +1,137 @@
+"""Checkpoints of replicas: who writes what, and where.
+
+DeepSpeed's file names know the rank within a replica only, so that all replicas would write the
+same files. Here
+
+    <dir>/<tag>/                   DeepSpeed's own layout, written by replica 0: what zero_to_fp32,
+                                   inference and any other reader find
+    <dir>/<tag>/hdet.json          the layout, and whether the replicas were apart
+    <dir>/<tag>/replica_<r>/       only where they were: the same files of each replica, and what
+                                   each of its ranks remembers of the round
+    <dir>/<tag>/mark_<s>_of_<n>.pt only while what a race found is watched (hdet_scale.search.marks)
+
+Right after a converge replicas are equal and the first is all there is. In the middle of a round
+each replica has its own place, and what stands in DeepSpeed's layout is the converged model: the
+parameters are averaged for the writing and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hdet_scale.converge.pipeline import Converge
+from hdet_scale.deepspeed.partitions import Partitions
+from hdet_scale.method.round import Round
+from hdet_scale.topology import Replicas
+
+FILE = "hdet.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a checkpoint's reader must know before it opens a file."""
+
+    replicas: int
+    shards: int
+    stage: int
+    apart: bool
+    """Each replica has its own place."""
+    step: int
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Layout | None:
+        """None for a checkpoint that plain DeepSpeed wrote."""
+        path = folder / FILE
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+    def check(self, now: Layout, folder: Path, *, resume: bool) -> None:
+        """Refuse a checkpoint that this run cannot continue, the same on every rank."""
+        if self.stage != now.stage:
+            raise ValueError(
+                f"{folder} was saved with ZeRO stage {self.stage} and this run has stage "
+                f"{now.stage}: set the stage to {self.stage}, or start from its weights "
+                "(zero_to_fp32)"
+            )
+        if self.shards != now.shards and self.stage > 0:
+            raise ValueError(
+                f"{folder} was saved by replicas of {self.shards} ranks and a replica has "
+                f'{now.shards} now: ZeRO\'s partitions fit "shards": {self.shards} only'
+            )
+        if resume and self.apart and self.replicas != now.replicas:
+            raise ValueError(
+                f"{folder} was saved by {self.replicas} replicas that were apart, and there are "
+                f'{now.replicas} now: use "replicas": {self.replicas}, or a checkpoint saved right '
+                "after a converge, or load_module_only=True for the converged weights"
+            )
+
+
+def apart(cycle: Round, *, own: bool) -> bool:
+    """True when one replica's state would be wrong for another: in the middle of a round; while
+    there is a mark, of which each rank has its slices; or for good where the moments or what a
+    wire remembers are each replica's own. Never once a search is over and replicas stay equal.
+
+    own: the engine keeps something else for each replica, such as the loss scale of fp16.
+    """
+    policy = cycle.config.converge
+    if cycle.replicas.size == 1 or not cycle.diverges:
+        return False
+    drift = cycle.averaged.moments_drift(cycle.config.gradients)
+    return (
+        own
+        or (cycle.goes_back and cycle.replicas.shard_size > 1)
+        or not cycle.replicas_agree
+        or (drift and not cycle.average_moments)
+        or policy.wire == "int8"
+        or policy.outer is not None
+    )
+
+
+def place(replica: int) -> str:
+    """The folder of a replica below a tag's."""
+    return f"replica_{replica:02d}"
+
+
+def save_rank(folder: Path, cycle: Round) -> None:
+    """What this rank remembers of the round: its losses, the wire's and the outer step's memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {**cycle.replica_state_dict(), "remembered": cycle.state_dict()["converge"]}
+    torch.save(own, folder / f"round_{cycle.replicas.shard_rank:02d}.pt")
+
+
+def load_rank(folder: Path, cycle: Round) -> None:
+    """Continue what `save_rank` wrote."""
+    path = folder / f"round_{cycle.replicas.shard_rank:02d}.pt"
+    own = torch.load(path, map_location="cpu", weights_only=True)
+    state = cycle.state_dict()
+    cycle.load_state_dict({**state, "converge": own.pop("remembered")})
+    cycle.load_replica_state_dict(own)
+
+
+@contextlib.contextmanager
+def converged(partitions: Partitions, replicas: Replicas) -> Iterator[None]:
+    """Inside, every replica holds the mean; afterwards its own parameters again, to the bit.
+
+    Memory: a copy of the local fp32 partition on the host.
+    """
+    tensors = partitions.tensors()
+    kept: list[Tensor] = [t.detach().to("cpu", copy=True) for t in tensors]
+    Converge(tensors, replicas)()
+    partitions.refresh()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, own in zip(tensors, kept, strict=True):
+                t.copy_(own)
+        partitions.refresh()

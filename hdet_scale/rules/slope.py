@@ -1,0 +1,386 @@
+"""The slope rule: a least-squares fit of common probe losses on the factors, and a gate.
+
+Before the averaging every replica evaluates its own weights on the same M probe batches: l_rj.
+X_rg is the replica's offset of factor g (ln rho in log space); columns are centred.
+
+    b_.j = (X'X)^-1 X' (l_.j - mean_r l_.j)                  the slope that batch j sees
+    b_g  = mean_j b_gj
+    u_g  = var_j(b_gj, ddof 1) / M  +  s^2 ((X'X)^-1)_gg     its variance
+    A_g += w_g b_g;   U_g += w_g^2 u_g                       w_g = (X'X)_gg / n
+    if |z(A_g / sqrt(U_g))| > c_n:  m_g <- clip(m_g - kappa sign(A_g));  A_g = U_g = 0
+
+u has two parts because there are two kinds of noise, and each is blind to the other. With shared
+gradients the error of a common batch is exactly linear in rho: the fit leaves no residual, and only
+the scatter between batches shows it. What a replica has of its own (its dropout masks, its
+gradients in local mode) is common to all batches: only the residual variance s^2 of the replicas'
+mean losses around the fit shows it. Noise of each replica in each batch is counted twice, which is
+on the safe side. w makes a round count by its information when the spread changes: all rounds
+together are then one regression.
+
+The gate. A is looked at after every round, so that a fixed threshold is a false move waiting to
+happen: a sum without drift crosses 2.5 standard deviations sooner or later, by the law of the
+iterated logarithm. With n rounds in the sum,
+
+    c_n^2 = (1 + 1/n) (ln(1 + n) + 2 ln(1/alpha))
+
+is the boundary of the normal mixture (Robbins): a sum of noise ever crosses it, at any n, with a
+probability of at most alpha. A and U start afresh only after a move, so that alpha bounds the
+chance that a factor without effect is ever moved, however long the run. The price: about 4.8
+standard deviations instead of 2.5, nearly four times the rounds where the evidence is weak.
+
+U is estimated, so that A / sqrt(U) is not normal but Student's t with nu = U^2 / V degrees of
+freedom (Welch and Satterthwaite; V sums w^4 (part^2 / its degrees)). z turns it into the normal
+deviate of the same probability, z = (8 nu + 1) / (8 nu + 3) sqrt(nu ln(1 + t^2 / nu)) (Wallace).
+Where no residual is left (two replicas) nothing within a round shows the replicas' own noise: then
+the scatter of b between rounds has to agree as well.
+
+Only sums over replicas are needed: 2 + G + G (G + 1) / 2 + M + G M numbers in one all-reduce,
+whatever N is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hdet_scale.rules.guided import Decision, pack, unpack
+
+SINGULAR = 1e-6
+"""A pivot of the correlation matrix below this: two factors were varied as one."""
+LIMIT = math.log(16.0)
+"""m_max: how far a base may be moved from the schedule."""
+FALSE_MOVES = 1e-4
+"""alpha: the chance that a factor without effect is ever moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sufficient statistics of a round: of one replica, or of all after one all-reduce."""
+
+    factors: int
+    batches: int
+    vector: tuple[float, ...]
+    """n, sum x_g, sum x_g x_h (h <= g), sum l_j, sum x_g l_j, sum of squared mean losses."""
+
+    @staticmethod
+    def length(factors: int, batches: int) -> int:
+        """Numbers of the vector."""
+        return 2 + factors + factors * (factors + 1) // 2 + batches + factors * batches
+
+    @classmethod
+    def none(cls, factors: int, batches: int) -> Sums:
+        """Of a replica that has nothing to say."""
+        return cls(factors, batches, (0.0,) * cls.length(factors, batches))
+
+    @classmethod
+    def of(cls, offsets: Sequence[float], losses: Sequence[float]) -> Sums:
+        """One replica's; with a number that is not finite it has nothing to say."""
+        if not all(math.isfinite(x) for x in (*offsets, *losses)):
+            return cls.none(len(offsets), len(losses))
+        mean = math.fsum(losses) / len(losses) if losses else 0.0
+        numbers = [1.0, *offsets]
+        numbers += [x * y for g, x in enumerate(offsets) for y in offsets[: g + 1]]
+        numbers += [*losses, *(x * loss for x in offsets for loss in losses), mean * mean]
+        return cls(len(offsets), len(losses), tuple(float(x) for x in numbers))
+
+    @classmethod
+    def read(cls, factors: int, batches: int, vector: Sequence[float]) -> Sums:
+        """From the vector that came back from the all-reduce."""
+        if len(vector) != cls.length(factors, batches):
+            raise ValueError(
+                f"{factors} factors and {batches} probe batches make "
+                f"{cls.length(factors, batches)} sums, got {len(vector)}: every replica must "
+                "explore the same factors and evaluate the same number of batches"
+            )
+        return cls(factors, batches, tuple(float(x) for x in vector))
+
+    def __add__(self, other: Sums) -> Sums:
+        if (self.factors, self.batches) != (other.factors, other.batches):
+            raise ValueError(
+                f"sums of {self.factors} factors and {self.batches} batches cannot be added to "
+                f"those of {other.factors} and {other.batches}"
+            )
+        added = tuple(x + y for x, y in zip(self.vector, other.vector, strict=True))
+        return Sums(self.factors, self.batches, added)
+
+    @property
+    def count(self) -> float:
+        """Replicas that were heard."""
+        return self.vector[0]
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the replicas that were heard and all batches; NaN where there is none."""
+        if not (self.count and self.batches):
+            return math.nan
+        _, _, totals, _ = self._parts()
+        return math.fsum(totals) / (self.count * self.batches)
+
+    def _parts(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """sum x, sum x x', sum l, sum x l."""
+        G, M = self.factors, self.batches
+        cuts, start = [], 1
+        for size in (G, G * (G + 1) // 2, M, G * M):
+            cuts.append(list(self.vector[start : start + size]))
+            start += size
+        x, xx, totals, xl = cuts
+        return x, xx, totals, xl
+
+    def fit(self) -> Fit | None:
+        """The slopes and their variances; None where the replicas cannot tell the factors apart.
+
+        A factor that no replica varied (a bound, a spread of 0) is left out of the fit.
+        """
+        n, G, M = self.count, self.factors, self.batches
+        x, xx, totals, xl = self._parts()
+        if n < 2 or M < 1:
+            return None
+        gram = [[0.0] * G for _ in range(G)]
+        for g in range(G):
+            for h in range(g + 1):
+                gram[g][h] = gram[h][g] = xx[g * (g + 1) // 2 + h] - x[g] * x[h] / n
+        varied = [g for g in range(G) if gram[g][g] > 1e-12 * max(xx[g * (g + 3) // 2], 1e-300)]
+        inverse = _inverse([[gram[g][h] for h in varied] for g in varied])
+        if not varied or inverse is None or n < len(varied) + 1:
+            return None
+        cross = [[xl[g * M + j] - x[g] * totals[j] / n for j in range(M)] for g in varied]
+        slopes = [
+            [math.fsum(a * c[j] for a, c in zip(row, cross, strict=True)) for j in range(M)]
+            for row in inverse
+        ]
+        means = [math.fsum(row) / M for row in slopes]
+        explained = math.fsum(b * math.fsum(c) / M for b, c in zip(means, cross, strict=True))
+        around = self.vector[-1] - (math.fsum(totals) / M) ** 2 / n - explained
+        free = int(n) - len(varied) - 1
+        noise = max(around, 0.0) / free if free else 0.0
+        found = {
+            g: Slopes(
+                mean=means[i],
+                between=_variance(slopes[i]) / M if M > 1 else 0.0,
+                residual=noise * inverse[i][i],
+                weight=gram[g][g] / n,
+            )
+            for i, g in enumerate(varied)
+        }
+        return Fit(found, batch_degrees=M - 1, free=free)
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """One factor's slope in a round: b, the two parts of u, and w."""
+
+    mean: float
+    between: float
+    residual: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A round's slopes by the factor's index, and the degrees of freedom of their variances."""
+
+    slopes: dict[int, Slopes]
+    batch_degrees: int
+    free: int
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What has gathered for one factor since its last move."""
+
+    n: int = 0
+    A: float = 0.0
+    U: float = 0.0
+    V: float = 0.0
+    squares: float = 0.0
+    blind: bool = False
+    """True with a round in which nothing showed the replicas' own noise."""
+
+    def add(self, slope: Slopes, fit: Fit) -> None:
+        """One more round."""
+        w2 = slope.weight**2
+        self.n += 1
+        self.A += slope.weight * slope.mean
+        self.U += w2 * (slope.between + slope.residual)
+        for part, degrees in ((slope.between, fit.batch_degrees), (slope.residual, fit.free)):
+            self.V += (w2 * part) ** 2 / degrees if degrees else 0.0
+        self.squares += w2 * slope.mean**2
+        self.blind = self.blind or not fit.free
+
+    @property
+    def z(self) -> float:
+        """The normal deviate of A; 0 where nothing can be said, which includes losses that are
+        equal to the last bit."""
+        within = _deviate(self.A, self.U, self.U**2 / self.V if self.V > 0 else 0.0)
+        if not self.blind:
+            return within
+        if self.n < 2:
+            return 0.0
+        scatter = (self.squares - self.A**2 / self.n) * self.n / (self.n - 1)
+        return min(within, _deviate(self.A, scatter, self.n - 1), key=abs)
+
+
+class Width:
+    """The spread of the next round: wide while there is evidence, narrow as it dies, then zero.
+
+    Every `patience` rounds without a move the spread is halved; a move makes it wide again; what
+    would fall below widest / 2^halvings ends the search. patience=None: wide for ever.
+    """
+
+    def __init__(self, widest: float, patience: int | None = 50, halvings: int = 2) -> None:
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience must be at least 1 round or None, got {patience}")
+        if halvings < 0:
+            raise ValueError(f"halvings must be 0 or more, got {halvings}")
+        self.widest, self.patience, self.halvings = widest, patience, halvings
+        self.quiet = 0
+
+    def update(self, moved: bool) -> float:
+        """The spread of the next round."""
+        self.quiet = 0 if moved else self.quiet + 1
+        return self.spread
+
+    @property
+    def spread(self) -> float:
+        """Of the round under way."""
+        if self.patience is None:
+            return self.widest
+        halved = self.quiet // self.patience
+        return self.widest / 2**halved if halved <= self.halvings else 0.0
+
+
+class Slope:
+    """The rule above for all factors of a run."""
+
+    together = False
+    rewinds = False
+
+    def __init__(
+        self,
+        factors: Sequence[str],
+        width: Width,
+        *,
+        step: float | None = None,
+        limit: float = LIMIT,
+        false_moves: float = FALSE_MOVES,
+    ) -> None:
+        if not 0 < false_moves < 1:
+            raise ValueError(
+                f"false_moves must be in (0, 1), got {false_moves}; the default is {FALSE_MOVES}"
+            )
+        self.step = width.widest if step is None else step
+        if not (self.step > 0 and limit > 0):
+            raise ValueError(f"step and limit must be above 0, got {self.step} and {limit}")
+        self.factors = list(factors)
+        self.width, self.limit, self.false_moves = width, limit, false_moves
+        self.gathered = [Evidence() for _ in self.factors]
+        self._decision = Decision(offsets=(0.0,) * len(self.factors), spread=width.spread)
+
+    @property
+    def decision(self) -> Decision:
+        return self._decision
+
+    def update(self, sums: Sums, step: int) -> Decision:
+        """The evidence of one round; a round that says nothing is a quiet one."""
+        if sums.factors != len(self.factors):
+            raise ValueError(f"sums of {sums.factors} factors for the rule of {self.factors}")
+        if sums.batches < 2:
+            raise ValueError(
+                f"the slope rule takes its variance from between the probe batches, got "
+                f"{sums.batches}: probe at least 2, better 8"
+            )
+        fit = sums.fit()
+        for g, slope in (fit.slopes if fit is not None else {}).items():
+            self.gathered[g].add(slope, fit)  # type: ignore[arg-type]
+        shown = {n: e.z for n, e in zip(self.factors, self.gathered, strict=True)}
+        moves = [self._move(g) for g in range(len(self.factors))]
+        offsets = [
+            min(max(m + move, -self.limit), self.limit)
+            for m, move in zip(self._decision.offsets, moves, strict=True)
+        ]
+        spread = self.width.update(tuple(offsets) != self._decision.offsets)
+        said = [
+            f"{n} {'up' if move > 0 else 'down'} (z {shown[n]:+.1f})"
+            for n, move in zip(self.factors, moves, strict=True)
+            if move
+        ]
+        ended = spread == 0.0 and self._decision.spread > 0.0
+        self._decision = Decision(
+            offsets=tuple(offsets),
+            spread=spread,
+            phase="search" if spread else "hold",
+            verdict=", ".join(said + (["no evidence is left: hold"] if ended else [])),
+            evidence=shown,
+        )
+        return self._decision
+
+    def _move(self, g: int) -> float:
+        """-kappa sign(A) past the gate, and a fresh start."""
+        z, n = self.gathered[g].z, self.gathered[g].n
+        if n == 0 or abs(z) <= gate(n, self.false_moves):
+            return 0.0
+        self.gathered[g] = Evidence()
+        return -math.copysign(self.step, z)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        return {
+            "decision": pack(self._decision),
+            "quiet": self.width.quiet,
+            "gathered": [[e.n, e.A, e.U, e.V, e.squares, e.blind] for e in self.gathered],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue another run of this rule."""
+        if len(state["gathered"]) != len(self.factors):
+            raise ValueError(
+                f"the state is of {len(state['gathered'])} factors, this rule has {self.factors}"
+            )
+        self._decision = unpack(state["decision"])
+        self.width.quiet = int(state["quiet"])
+        self.gathered = [Evidence(*row) for row in state["gathered"]]
+
+
+def gate(rounds: int, false_moves: float = FALSE_MOVES) -> float:
+    """c_n: what |z| has to pass with n rounds in the sum."""
+    return math.sqrt(
+        (1.0 + 1.0 / rounds) * (math.log1p(rounds) + 2.0 * math.log(1.0 / false_moves))
+    )
+
+
+def _deviate(total: float, variance: float, degrees: float) -> float:
+    """t = total / sqrt(variance) with its degrees of freedom, as a normal deviate."""
+    if not (variance > 0 and degrees > 0):
+        return 0.0
+    square = total**2 / variance
+    size = math.sqrt(degrees * math.log1p(square / degrees))
+    return math.copysign(size * (8 * degrees + 1) / (8 * degrees + 3), total)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
+    """Of a symmetric positive matrix by Gauss and Jordan on its correlations; None if singular."""
+    size = len(matrix)
+    scale = [math.sqrt(matrix[g][g]) for g in range(size)]
+    rows = [
+        [matrix[g][h] / (scale[g] * scale[h]) for h in range(size)]
+        + [float(g == h) for h in range(size)]
+        for g in range(size)
+    ]
+    for k in range(size):
+        # Positive definite: the diagonal is a safe pivot, and its size says what is left.
+        if rows[k][k] < SINGULAR:
+            return None
+        pivot = rows[k][k]
+        rows[k] = [x / pivot for x in rows[k]]
+        for g in range(size):
+            if g != k:
+                share = rows[g][k]
+                rows[g] = [x - share * y for x, y in zip(rows[g], rows[k], strict=True)]
+    return [[rows[g][size + h] / (scale[g] * scale[h]) for h in range(size)] for g in range(size)]

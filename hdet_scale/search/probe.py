@@ -1,0 +1,156 @@
+"""A probe: losses of this replica's weights on batches that all replicas have in common.
+
+Common batches cure most of the noise that replicas' own batches have. The probe leaves no trace:
+module modes and random generators are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet_scale.topology import Replicas
+
+Losses = Callable[..., Iterable["Tensor | float"]]
+NO_LOSS = (
+    "the probe yielded no loss: it is called again at each judgement, so give a function that "
+    "starts afresh, not a generator that is used up"
+)
+
+
+class Probe:
+    """A callable that yields losses, run in eval mode, without gradients, and timed.
+
+    losses: yields one number a batch. Every replica must be given the same batches in the same
+        order; where a replica is sharded, its ranks enter it together. If it takes `part` and
+        `parts`, replicas of equal weights split the batches: batches part, part + parts, ...
+    model: whose modules go to eval mode; None where the callable takes care of it.
+    limit: at most so many losses are taken.
+    """
+
+    def __init__(self, losses: Losses, model: nn.Module | None = None, limit: int = 16) -> None:
+        if not callable(losses):
+            raise TypeError(
+                f"probe must be a callable that yields losses, got {losses!r}: e.g. "
+                "lambda: (loss_of(model, batch) for batch in held_out), or "
+                "hdet_scale.search.probe.common_batches(...)"
+            )
+        if limit < 1:
+            raise ValueError(f"probe batches must be at least 1, got {limit}")
+        self.losses, self.model, self.limit = losses, model, limit
+        self._splits = "parts" in inspect.signature(losses).parameters
+        self.seconds = 0.0
+        """Of all calls so far on this rank: what the probe has cost."""
+
+    def __call__(self, part: int = 0, parts: int = 1) -> list[float]:
+        """The losses, at most `limit` of them over all parts; all where a part has none."""
+        drawn = self.parts(part, parts) or (self.parts() if parts > 1 else {})
+        if not drawn:
+            raise ValueError(NO_LOSS)
+        return list(drawn.values())
+
+    def parts(self, part: int = 0, parts: int = 1) -> dict[int, float]:
+        """The losses of a part by the number of their batch; none where there are more parts than
+        batches."""
+        parts = min(parts, self.limit) if self._splits else 1
+        start = time.perf_counter()
+        with torch.no_grad(), _same_randomness(), _evaluating(self.model):
+            source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
+            drawn = [_number(x) for x in islice(source, self.limit // parts)]
+        self.seconds += time.perf_counter() - start
+        return {part % parts + k * parts: loss for k, loss in enumerate(drawn)}
+
+
+def common_batches(
+    batches: Iterable[Any],
+    loss: Callable[[Any], Tensor | float],
+    *,
+    count: int = 8,
+    replicas: Replicas | None = None,
+) -> Losses:
+    """A probe's callable over the first `count` batches of replica 0's loader; collective once.
+
+    The batches are drawn at the first call and sent to all replicas, so that a loader which gives
+    each rank its own part of the data will do.
+    """
+    kept: list[Any] = []
+
+    def losses(part: int = 0, parts: int = 1) -> Iterator[Tensor | float]:
+        if not kept:
+            where = replicas or Replicas.world()
+            drawn = list(islice(batches, count)) if where.rank == 0 else [None] * count
+            if where.rank == 0 and len(drawn) < count:
+                raise ValueError(f"the loader has {len(drawn)} batches, the probe needs {count}")
+            if where.size > 1:
+                group = where.connected()
+                source = torch.distributed.get_process_group_ranks(group)[0]
+                torch.distributed.broadcast_object_list(drawn, src=source, group=group)
+            kept.extend(drawn)
+        return (loss(batch) for batch in kept[part::parts])
+
+    return losses
+
+
+def mean_of(losses: Iterable[float]) -> float:
+    """Their mean; NaN or an infinity in one of them makes the mean so."""
+    drawn = list(losses)
+    total = sum(drawn)
+    return math.fsum(drawn) / len(drawn) if math.isfinite(total) else total
+
+
+def _number(loss: Tensor | float) -> float:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(
+            f"the probe yielded a tensor of shape {list(loss.shape)}: yield one number a batch"
+        )
+    return float(loss)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module | None) -> Iterator[None]:
+    modes = [(m, m.training) for m in model.modules()] if model is not None else []
+    wrapped = [m for m, _ in modes if isinstance(m, DistributedDataParallel)]
+    syncs = [m.require_forward_param_sync for m in wrapped]
+    if model is not None:
+        model.eval()
+    for ddp in wrapped:
+        # It would broadcast buffers, a collective that a replica without a batch does not enter.
+        ddp.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for ddp, sync in zip(wrapped, syncs, strict=True):
+            ddp.require_forward_param_sync = sync
+        for module, training in modes:
+            module.training = training
+            if isinstance(module, FSDPModule):
+                # A forward without a backward leaves the whole parameters behind, and the next
+                # one would use them, though their shards have moved on.
+                module.reshard()
+
+
+@contextlib.contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Python's, numpy's and torch's generators afterwards as before."""
+    numpy = sys.modules.get("numpy")
+    python, array = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)

@@ -1,0 +1,119 @@
+"""A mark: where the replicas were, so that they can go back there.
+
+A race goes back after each heat, a climb on its way down, a watch when what was found overfits.
+
+Memory: one copy of what a converge averages on this rank (its shards of the parameters, the float
+buffers), and of the optimizer's state, which at the start of a run is empty. `to_host` moves it off
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet_scale.converge.pipeline import local
+from hdet_scale.engines.averaged import Averaged
+
+
+class Mark:
+    """Parameters, buffers, optimizer state and options and loss scale of one moment on this rank.
+
+    state: of another mark of the same model, to be this one.
+    """
+
+    def __init__(self, averaged: Averaged, state: Mapping[str, Any] | None = None) -> None:
+        self.averaged, self.params = averaged, averaged.stepped()
+        if state is not None:
+            self.tensors, self.state = list(state["tensors"]), list(state["state"])
+            self.options, self.scale = list(state["options"]), dict(state["scale"])
+            return
+        self.tensors = [_copy(t) for t in self._targets()]
+        kept = averaged.optimizer.state
+        self.state = [_copied(kept[p]) if p in kept else None for p in self.params]
+        self.options = [options_of(g) for g in averaged.optimizer.param_groups]
+        self.scale = averaged.scale_state()
+
+    def _targets(self) -> list[Tensor]:
+        """The parameters themselves: an fp32 master is part of the optimizer's state."""
+        return [local(p) for p in self.params] + [local(b) for b in self.averaged.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back, to the bit; engines round their 16-bit copies again."""
+        for target, kept in zip(self._targets(), self.tensors, strict=True):
+            target.copy_(kept)
+        optimizer = self.averaged.optimizer
+        for p, kept_state in zip(self.params, self.state, strict=True):
+            if kept_state is None:
+                # A fresh start is not a state of zeros: SGD's first step copies the gradient.
+                optimizer.state.pop(p, None)
+            else:
+                _put_back(optimizer.state[p], kept_state, p.device)
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            # Some optimizers count there: steps, Schedule-Free the weights of its average.
+            put_options(group, options)
+        # Replicas with loss scales of their own would share gradients of different sizes.
+        self.averaged.load_scale_state(self.scale)
+        self.averaged.refresh()
+
+    def to_host(self) -> None:
+        """For a mark that is kept while the run goes on, and hardly ever used."""
+        self.tensors = [t.cpu() for t in self.tensors]
+        self.state = [
+            None if kept is None else {k: _on_host(v) for k, v in kept.items()}
+            for kept in self.state
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank in the middle of a race, a climb or a watch; nobody writes
+        into these tensors."""
+        return {
+            "tensors": self.tensors,
+            "state": self.state,
+            "options": self.options,
+            "scale": self.scale,
+        }
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What may change of a param group beside its parameters and the learning rate, which is the
+    schedule's: copies."""
+    return {
+        k: v.clone() if isinstance(v, Tensor) else v
+        for k, v in group.items()
+        if k not in ("params", "lr")
+    }
+
+
+def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Back to what `options_of` saw: what was not there goes."""
+    for name in [k for k in group if k not in options and k not in ("params", "lr")]:
+        del group[name]
+    for name, value in options.items():
+        group[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local(tensor).detach().clone()
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _put_back(state: dict[str, Any], kept: Mapping[str, Any], device: torch.device) -> None:
+    for name in [k for k in state if k not in kept]:
+        del state[name]
+    for name, value in kept.items():
+        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+            local(state[name]).copy_(value)
+        else:  # a copy: the steps to come must not move the mark
+            state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,6 @@
+"""`python -m hdet_scale.train`: the same as `hdet train`, one rank under a launcher."""
+
+from hdet_scale.train.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
