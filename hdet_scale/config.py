@@ -1,10 +1,20 @@
-"""HDETConfig: what a user may decide, checked at once, read from a dict or a JSON file."""
+"""HDETConfig: what a user may decide, checked at once, read from a dict or a JSON file.
+
+    HDETConfig(rule="auto", total_steps=10_000)
+    HDETConfig.from_dict({"rule": "paper", "spread": 0.1, "interval": 1000})
+
+A key is written once, as a field below: the JSON block "hdet", the schedulers' keyword arguments,
+the params of DeepSpeed's scheduler types and the options of `hdet train` follow from the fields.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +25,19 @@ from hdet_scale.method.paper import PaperRule
 from hdet_scale.method.spread import check_spread
 
 GRADIENTS = ("shared", "local")
-RULES = ("none", "paper", "slope", "climb", "race", "auto")
-DECAYS = ("auto", "floor", "schedule", "literal")
+SPREAD = 1 / 9
+"""The authors' spread."""
+RULES = ("auto", "paper", "slope", "none")
+DECAYS = ("auto", "floor", "schedule")
+AUTHORS: dict[str, tuple[str, Any]] = {
+    "auto_lr_warmup_steps": ("warmup_steps", 100000),
+    "ensemble_lr_spread_ratio": ("spread", 0.0),
+    "model_sync_interval": ("interval", 1000),
+    "loss_scale": ("loss_scale", 0.002),
+    "lr_of_lr": ("step_size", 0.5),
+    "momentum_of_lr": ("momentum", 0.9),
+}
+"""The authors' names of OneCycleAutoLR's arguments: the key that each stands for, its default."""
 
 T = TypeVar("T")
 
@@ -56,27 +77,38 @@ class ConvergePolicy:
         if self.moments is not None:
             _check_type("moments", self.moments, bool)
 
+    @property
+    def remembers(self) -> bool:
+        """True when a converge builds on the last one: the int8 wire, an outer step."""
+        return self.wire == "int8" or self.outer is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HDETConfig:
-    """One exploration: the fan, the round, the rule that steers, and how replicas converge."""
+    """What is searched or explored, and how replicas converge.
 
-    spread: float = 1 / 9
+    Args:
+        Every field below is a keyword argument and a key of the JSON block "hdet".
+
+    Raises:
+        ValueError, TypeError: for a value that is not valid.
+    """
+
+    rule: str = "auto"
+    """What finds or moves the learning rate. "auto": a search at the start of the run, then the
+    user's schedule at the rate that won, watched on held-out batches; a run that is too short for a
+    search is plain training. "paper": the published rule at each converge. "slope": at each
+    converge by a probe, for any factor. "none": explore without steering."""
+    spread: float = SPREAD
     """a: replicas' multipliers lie in [1 - a, 1 + a]. 0 is plain training, exactly."""
     interval: int = 1000
     """T: optimizer steps of a round."""
     gradients: str = "shared"
     """"shared": one all-reduced gradient for all replicas. "local": each steps with its own, and
     nothing crosses replicas between converges."""
-    rule: str = "paper"
-    """What moves the base: "paper", "slope" and "climb" at each converge, the last two fed by a
-    probe; "race", which finds the learning rate before the run and leaves plain training behind it;
-    "none" to explore without steering. "auto" is what benchmarks/lr_recovery.py shows to be best:
-    "race" where the run is long enough for one, with a watch over what it found, and plain
-    training elsewhere."""
     total_steps: int | None = None
-    """S: optimizer steps of the run, which race and climb must know; OneCycleAutoLR knows it."""
-    probe: int = 16
+    """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
+    probe_batches: int = 16
     """At most so many losses are taken from a probe."""
     patience: int | None = 50
     """Rounds without a move after which the slope rule halves the spread; None: never."""
@@ -89,8 +121,8 @@ class HDETConfig:
     step_size: float = 0.5
     """lambda of the paper rule."""
     decay: str = "auto"
-    """gamma of the paper rule: "floor", "schedule", "literal"; "auto" is "floor" where the
-    schedule has a known floor (OneCycleAutoLR) and "schedule" elsewhere."""
+    """gamma of the paper rule: "floor" or "schedule"; "auto" is "floor" where the schedule has a
+    known floor (OneCycleAutoLR) and "schedule" elsewhere."""
     seed: int = 0
     """Seed of the assignments; nothing else is drawn."""
     replicas: int | str = "auto"
@@ -105,7 +137,7 @@ class HDETConfig:
         _check_int("interval", self.interval, at_least=1)
         _check_int("warmup_steps", self.warmup_steps, at_least=0)
         _check_int("seed", self.seed, at_least=0)
-        _check_int("probe", self.probe, at_least=1)
+        _check_int("probe_batches", self.probe_batches, at_least=1)
         for name in ("total_steps", "patience"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), at_least=1, other="or None")
@@ -119,6 +151,11 @@ class HDETConfig:
         _read_nested(self, "converge", ConvergePolicy)
         _check_type("converge", self.converge, ConvergePolicy)
         self._check_fragments()
+        if self.searches and self.spread not in (0.0, SPREAD):
+            raise ValueError(
+                f"spread={self.spread} has no effect with rule='auto', which searches and then "
+                "trains without a spread: leave it out, or use rule='paper', 'slope' or 'none'"
+            )
 
     def _check_fragments(self) -> None:
         span = self.interval // self.converge.fragments
@@ -135,13 +172,13 @@ class HDETConfig:
 
     @property
     def diverges(self) -> bool:
-        """True when replicas come apart in a round, so that there is something to average."""
+        """True when replicas come to differ in a round, so that there is something to average."""
         return (self.spread > 0 and not self.searches) or self.gradients == "local"
 
     @property
     def searches(self) -> bool:
         """True when a search comes before the run, and no spread after it."""
-        return self.rule in ("race", "auto")
+        return self.rule == "auto"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HDETConfig:
@@ -157,6 +194,45 @@ class HDETConfig:
     def to_dict(self) -> dict[str, Any]:
         """The same values as plain JSON types; `from_dict` reads them back."""
         return dataclasses.asdict(self)
+
+
+def with_authors_names(
+    config: HDETConfig | None, options: Mapping[str, Any], *, enable_auto_lr: bool, **given: Any
+) -> HDETConfig:
+    """The config of a scheduler that takes the authors' names, further keys, or an HDETConfig.
+
+    Args:
+        config: where it is given, nothing else may contradict it.
+        options: keys of HDETConfig.
+        enable_auto_lr: the authors' name for rule="paper".
+        given: the authors' other names, each with its value or default.
+    """
+    named = {AUTHORS[name][0]: v for name, v in given.items() if v != AUTHORS[name][1]}
+    named |= {"rule": "paper"} if enable_auto_lr else {}
+    if config is None:
+        defaults = dict(AUTHORS.values())
+        whole = {**defaults, "rule": "none", **named, **options}
+        return read(HDETConfig, whole, "OneCycleAutoLR's options")
+    for key, value in {**named, **options}.items():
+        if getattr(config, key, None) != value:
+            raise ValueError(
+                f"{key}={value!r} beside config=, which says {key}={getattr(config, key, None)!r}: "
+                "write it in the HDETConfig alone"
+            )
+    return config
+
+
+def described(kind: type) -> dict[str, str]:
+    """The first sentence of the docstring under each field of a dataclass, for help texts."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    found, name = {}, ""
+    for node in getattr(body, "body", []):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[name] = " ".join(str(node.value.value).split()).partition(". ")[0].rstrip(".")
+            name = ""
+    return found
 
 
 def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -1,19 +1,111 @@
-"""DistributedDataParallel: gradients that stay local, noise that survives, slices refused."""
+"""DistributedDataParallel: each rank is a replica.
+
+    model = DistributedDataParallel(model)
+    hdet_scale.ddp.warm_init(model)                             # optional
+    scheduler = OneCycleAutoLR(optimizer, ..., model=model)     # finds the DDP module by itself
+
+`warm_init` adds different noise to each replica. Call it after wrapping in DDP.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from hdet_scale.engines.gradient_mean import GradientMean, gradient_of
+from hdet_scale.engines.engine import Engine
 from hdet_scale.method.spread import stream_seed
-from hdet_scale.topology import Replicas
+from hdet_scale.topology import Replicas, is_distributed
 
 NOISE_SCALES = ("vector", "tensor")
+
+
+class DDPEngine(Engine):
+    """Replicas in one or more DistributedDataParallel modules, whose all-reduce can be stopped."""
+
+    separable = True
+
+    def share_within(self, size: int, bucket_bytes: int) -> None:
+        super().share_within(size, bucket_bytes)
+        if size < self.replicas.size:
+            self._undo += [keep_gradients_local(module) for module in wrapped_in(self.model)]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without DDP's broadcast of buffers, a collective that a replica without a batch of its
+        own would not enter."""
+        modules = wrapped_in(self.model)
+        syncs = [m.require_forward_param_sync for m in modules]
+        for module in modules:
+            module.require_forward_param_sync = False
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            for module, sync in zip(modules, syncs, strict=True):
+                module.require_forward_param_sync = sync
+
+
+def engine_for(
+    optimizer: Optimizer,
+    model: nn.Module | None = None,
+    replicas: Replicas | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    buffers: bool = True,
+) -> Engine:
+    """The engine of a model that one process holds whole, wrapped in DDP or not.
+
+    Args:
+        optimizer: steps the parameters.
+        model: plain or wrapped.
+        replicas: this rank's place; found from the mesh of sharded parameters, or each rank is a
+            replica, where it is None.
+        rank, world_size: the place to declare before init_process_group.
+        buffers: whether the model's float buffers are averaged.
+    """
+    where = _place(optimizer, replicas, rank, world_size)
+    kind = DDPEngine if wrapped_in(model) else Engine
+    return kind(optimizer, model, where, buffers=buffers)
+
+
+def _place(optimizer: Optimizer, replicas: Replicas | None, rank: int, world_size: int) -> Replicas:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
+            "DeepSpeed use hdet_scale.deepspeed.initialize)"
+        )
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    if replicas is None and any(hasattr(p, "device_mesh") for p in params):
+        return Replicas.of_sharded(params)
+    if replicas is not None:
+        if not isinstance(replicas, Replicas):
+            raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
+        replicas.check_shards(params)
+        return replicas
+    refuse_sharded(params)
+    declared = Replicas(rank=rank, size=world_size)
+    if not is_distributed():
+        return declared
+    world = Replicas.world()
+    if world_size != 1 and (rank, world_size) != (world.rank, world.size):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size} do not fit this process, rank {world.rank} of "
+            f"{world.size}: leave them out, or pass replicas= for another layout"
+        )
+    return world
+
+
+def wrapped_in(model: nn.Module | None) -> list[DistributedDataParallel]:
+    """The DDP modules of a model, itself included."""
+    modules = model.modules() if model is not None else ()
+    return [m for m in modules if isinstance(m, DistributedDataParallel)]
 
 
 def keep_gradients_local(model: DistributedDataParallel) -> Callable[[], None]:
@@ -28,35 +120,6 @@ def keep_gradients_local(model: DistributedDataParallel) -> Callable[[], None]:
 
     def undo() -> None:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-    return undo
-
-
-def share_gradients(
-    params: Sequence[Tensor], sharers: Callable[[], Replicas], bucket_bytes: int
-) -> Callable[[], None]:
-    """g <- mean of g over `sharers()` at the end of each backward; returns the call that undoes it.
-
-    At the end of the backward, where DDP's own mean is ready too, and not at the step: clipping and
-    a loss scaler then see what they would see, and an infinity makes all sharers skip alike. With
-    accumulation, the mean of what is accumulated: mean(mean(g_1) + g_2) = mean(g_1 + g_2).
-    """
-    mean, last = GradientMean(bucket_bytes), [-1]
-
-    def finish() -> None:
-        mean([gradient_of(p) for p in params], sharers())
-
-    def queue(_: Tensor) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != last[0]:
-            last[0] = backward
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
-
-    hooks = [p.register_post_accumulate_grad_hook(queue) for p in params]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
 
     return undo
 

@@ -1,40 +1,42 @@
 """FSDP2: replicas that are themselves sharded, over a mesh of replicas x shards.
 
     mesh = build_mesh(replicas=2)                       # or your own init_device_mesh
-    for block in model.blocks: fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for block in model.blocks: fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), ...)
-    scheduler = OneCycleAutoLR(optimizer, ...)
-    hdet = attach(model, optimizer, scheduler)
+    scheduler = OneCycleAutoLR(optimizer, ..., rule="auto", replicas=Replicas.from_mesh(mesh))
+    hdet = attach(model, optimizer, scheduler, mesh=mesh)
 
-Shared gradients are HSDP as it is. For local gradients shard over mesh["shard"] and tell attach
-the whole mesh: nothing then crosses replicas between converges. That layout gives shared
-gradients too, through a hook behind each reduce-scatter, so that one model can be switched.
+Sharded over mesh["shard"], gradients cross replicas through a hook behind each reduce-scatter, so
+that a search or local gradients can stop them. Sharded over the whole mesh (HSDP), FSDP2 averages
+gradients over replicas itself in every backward: enough for rule="paper" with shared gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.converge.buckets import plan
-from hdet_scale.converge.pipeline import distinct
-from hdet_scale.engines.averaged import trained
-from hdet_scale.phases.assembly import races
-from hdet_scale.phases.exploring import Exploring
+from hdet_scale.engines.engine import Engine, trained
+from hdet_scale.phases.build import searches
+from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.snapshots import Opaque
 from hdet_scale.schedulers import AutoLR
 from hdet_scale.topology import Replicas, advise_mesh, shard_size_of
 
@@ -47,6 +49,11 @@ def build_mesh(
     """A mesh of replicas x shards over the world, named "replica" and "shard".
 
     Consecutive ranks share a replica: its traffic stays on the fast links.
+
+    Args:
+        replicas: how many; give this or shards.
+        shards: ranks of one replica.
+        device: "cuda" or "cpu"; found where it is None.
     """
     world = dist.get_world_size()
     size = shard_size_of(world, shard_size=shards, replicas=replicas)
@@ -65,43 +72,117 @@ def attach(
     shard: str = "shard",
     config: HDETConfig | None = None,
 ) -> Attached:
-    """Let the replicas of a fully_shard-ed model explore; returns a handle that detaches.
+    """Let the replicas of a fully_shard-ed model search or explore; returns a handle that detaches.
 
-    mesh: replicas x shards; found from the model's DTensors when it is not given.
-    gradients: "shared" or "local"; what the scheduler says when it is not given.
-    scheduler: OneCycleAutoLR or AutoLR; any other torch scheduler is wrapped in an AutoLR with
-        `config`, and `handle.scheduler` is the one to step.
+    Args:
+        model: sharded over the mesh, or over its "shard" dimension.
+        optimizer: steps the model's parameters.
+        scheduler: OneCycleAutoLR or AutoLR; any other torch scheduler is wrapped in an AutoLR with
+            `config`, and `handle.scheduler` is the one to step.
+        mesh: replicas x shards; found from the model's DTensors where it is None.
+        gradients: "shared" or "local"; the scheduler's where it is None.
+        replica, shard: names of the mesh's dimensions.
+        config: for a plain torch scheduler.
+
+    Raises:
+        ValueError: where the layout has no replicas, or cannot keep gradients from crossing them.
     """
     modules = _sharded_modules(model)
     replicas = _replicas(model, mesh, replica, shard)
-    mode = gradients or _mode(scheduler, config)
-    _check_layout(model, replicas, mode, _searches(scheduler, config, replicas))
-    exploring = _exploring(scheduler, config, replicas)
-    exploring.rehome(replicas, model, mode)
-    hook = _gradient_hook(model, exploring, mode)
-    if hook is not None:
-        for module in modules:
-            module.set_all_reduce_hook(hook)
-    return Attached(model, optimizer, exploring, modules if hook is not None else [])
+    settings = scheduler.config if isinstance(scheduler, PhasedScheduler) else config
+    settings = settings or HDETConfig()
+    mode, buffers = gradients or settings.gradients, settings.converge.buffers
+    engine = FSDPEngine(optimizer, model, replicas, modules=modules, buffers=buffers)
+    _check_layout(engine, mode, _searches(scheduler, config, replicas))
+    phased = _phased(scheduler, config, replicas)
+    phased.attach_engine(engine, mode)
+    return Attached(engine, phased)
+
+
+class FSDPEngine(Engine):
+    """Replicas sharded by fully_shard.
+
+    Args:
+        optimizer, model, replicas: as for every engine.
+        modules: the FSDP2 modules of the model.
+        buffers: whether the model's float buffers are averaged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        replicas: Replicas,
+        *,
+        modules: list[FSDPModule],
+        buffers: bool = True,
+    ) -> None:
+        super().__init__(optimizer, model, replicas, buffers=buffers)
+        self.modules = modules
+        self.native = any(p.device_mesh.ndim == 2 for p in _dtensors(model))
+        """HSDP: a mesh of two dimensions, whose replicas fully_shard itself keeps equal."""
+        self.separable = not self.native
+
+    def share_within(self, size: int, bucket_bytes: int) -> None:
+        self.stop_sharing()
+        self._team = min(size, self.replicas.size)
+        if self.native or self._team == 1:
+            return
+        for module in self.modules:
+            module.set_all_reduce_hook(self._average)
+        self._undo.append(self._without_hooks)
+
+    def _without_hooks(self) -> None:
+        for module in self.modules:
+            module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+
+    def _average(self, gradient: Tensor) -> None:
+        """Runs behind each reduce-scatter."""
+        sharers = self.sharers
+        if sharers.size > 1:
+            gradient.div_(sharers.size)  # before the sum, which could overflow in fp16
+            dist.all_reduce(gradient, group=sharers.connected())
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A forward without a backward leaves the whole parameters behind, and the next one would
+        use them, though their shards have moved on."""
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            for module in self.modules:
+                module.reshard()
+
+    def as_saved(self, param: Tensor, value: Tensor) -> Tensor:
+        if not isinstance(param, DTensor):
+            return value
+        return DTensor.from_local(
+            value.to(param.device),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
 
 
 class Attached:
     """What `attach` did, to be used and undone."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Exploring,
-        hooked: list[FSDPModule],
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self._hooked = hooked
+    def __init__(self, engine: FSDPEngine, scheduler: PhasedScheduler) -> None:
+        self.engine, self.scheduler = engine, scheduler
+        self.optimizer = engine.optimizer
         self._unseen = 0
-        self._guard = optimizer.register_step_post_hook(self._after_step)
+        self._guard = engine.optimizer.register_step_post_hook(self._after_step)
         self._steps = scheduler.steps_done
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model."""
+        if self.engine.model is None:
+            raise RuntimeError("this engine has no model")
+        return self.engine.model
 
     @property
     def replicas(self) -> Replicas:
@@ -109,38 +190,45 @@ class Attached:
         return self.scheduler.replicas
 
     def _after_step(self, *_: object) -> None:
-        """Nobody steps the scheduler: the replicas would drift apart for good."""
+        """Warn where the scheduler is not stepped: the replicas would never be averaged."""
         now = self.scheduler.steps_done
         self._unseen = 0 if now != self._steps else self._unseen + 1
         self._steps = now
-        if self._unseen == max(10, self.scheduler.interval):
+        if self._unseen == max(10, self.scheduler.config.interval):
             logger.warning(
-                "%d optimizer steps without a scheduler.step(loss): the replicas do not converge; "
+                "%d optimizer steps without a scheduler.step(loss): the replicas are not averaged; "
                 "call it after every optimizer.step()",
                 self._unseen,
             )
 
-    def traffic(self) -> Traffic:
-        """Bytes that a converge moves on this rank; works on a model that is not materialised."""
-        return traffic(self.scheduler, self.replicas)
-
     def finalize(self) -> None:
-        """Make the replicas agree; at the end of a run, on every rank."""
+        """Make the replicas equal; at the end of a run, on every rank."""
         self.scheduler.finalize()
 
     def checkpoint(self, *, agree: bool = True) -> Checkpoint:
         """Model, optimizer and scheduler as one Stateful for torch.distributed.checkpoint.
 
-        agree=False for a load into replicas that have gone bad: laying it out must not average.
+        The snapshot of a watch is not part of it: `save` and `load` below do both.
+
+        Args:
+            agree: False for a load into replicas that have gone bad: laying it out must not
+                average them.
         """
         return Checkpoint(self, agree=agree)
 
+    def save(self, folder: str | Path) -> None:
+        """A whole checkpoint, with the snapshot of a watch; every rank calls it."""
+        dcp_save({"job": self.checkpoint()}, checkpoint_id=str(folder))
+        self.scheduler.save_snapshot(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from what `save` saved, in another layout too; every rank calls it."""
+        dcp_load({"job": self.checkpoint()}, checkpoint_id=str(folder))
+        self.scheduler.load_snapshot(folder)
+
     def detach(self) -> None:
-        """Take every hook back; the model stays sharded as it is."""
+        """Remove every hook; the model stays sharded as it is."""
         self._guard.remove()
-        for module in self._hooked:
-            module.set_all_reduce_hook(None)  # type: ignore[arg-type]
-        self._hooked = []
         self.scheduler.detach()
 
     def __enter__(self) -> Attached:
@@ -150,47 +238,13 @@ class Attached:
         self.detach()
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a converge costs on this rank."""
-
-    elements: int
-    """Elements of the local shards that are averaged."""
-    bytes_kept: int
-    """Their bytes."""
-    wire_bytes: int
-    """Bytes that this rank sends in a converge, fp32 on the wire."""
-    buckets: int
-    """Collectives of a converge."""
-
-
-def traffic(scheduler: Exploring, replicas: Replicas) -> Traffic:
-    """Planned with the real planner, on the shapes alone."""
-    tensors = distinct(scheduler.averaged_tensors())
-    made = plan(tensors, bucket_bytes=scheduler.bucket_bytes, itemsize=4)
-    n = replicas.size
-    return Traffic(
-        elements=made.numel,
-        bytes_kept=sum(t.nbytes for t in tensors),
-        wire_bytes=made.numel * 4 * 2 * (n - 1) // n,
-        buckets=len(made.buckets),
-    )
-
-
-@dataclass
-class Kept:
-    """A dict that is one value to the checkpoint, whatever is in it."""
-
-    values: dict[str, Any]
-
-
 class Checkpoint:
     """A Stateful over model, optimizer and scheduler that never writes a mixture of replicas.
 
-    torch.distributed.checkpoint spreads the writing of what it takes for copies over the ranks:
-    of replicas that are apart it would write some tensors of each. `state_dict` therefore makes
-    them agree first (right after a converge that is nothing to do), moments included. It is also
-    called, on every rank, to lay out a load: there the replicas of a fresh run agree already.
+    torch.distributed.checkpoint spreads the writing of copies over the ranks: of diverged replicas
+    it would write some tensors of each. `state_dict` therefore makes them equal first (right after
+    a converge that is nothing to do), moments included. It is also called, on every rank, to lay
+    out a load: there the replicas of a fresh run are equal already.
     """
 
     def __init__(self, attached: Attached, *, agree: bool = True) -> None:
@@ -210,14 +264,12 @@ class Checkpoint:
             # torch has made a state of zeros to have one to write; a first step is not a second.
             attached.optimizer.state.clear()
             state["fresh"] = True
-        kept = state["hdet"].pop("converge")
+        kept = state["hdet"]["phase_state"].pop("converge", {})
         # One value to the checkpoint: a run with another rule, or with none, can read it.
-        whole = {"model": model, "optimizer": optimizer, "scheduler": Kept(state)}
-        if attached.scheduler.converge_remembers:
+        whole = {"model": model, "optimizer": optimizer, "scheduler": Opaque(state)}
+        if attached.scheduler.config.converge.remembers:
             # By bucket of this rank's shards: such a checkpoint loads in the same layout alone.
-            whole[self._slices("converge")] = Kept(kept)
-        if attached.scheduler.goes_back and attached.replicas.shard_size > 1:
-            whole[self._slices("mark")] = Kept({"mark": attached.scheduler.mark_state()})
+            whole[self._slices()] = Opaque(kept)
         return whole
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -232,15 +284,14 @@ class Checkpoint:
         scheduler = dict(state["scheduler"].values)
         if scheduler.pop("fresh", False):
             attached.optimizer.state.clear()
-        kept = state[self._slices("converge")].values if self._slices("converge") in state else {}
-        scheduler["hdet"] = {**scheduler["hdet"], "converge": kept}
+        kept = state[self._slices()].values if self._slices() in state else {}
+        hdet = scheduler["hdet"]
+        scheduler["hdet"] = {**hdet, "phase_state": {**hdet["phase_state"], "converge": kept}}
         attached.scheduler.load_state_dict(scheduler)
-        if self._slices("mark") in state:
-            attached.scheduler.load_mark(state[self._slices("mark")].values["mark"])
 
-    def _slices(self, what: str) -> str:
+    def _slices(self) -> str:
         at = self.attached.replicas
-        return f"{what} of shard {at.shard_rank} of {at.shard_size}"
+        return f"converge of shard {at.shard_rank} of {at.shard_size}"
 
 
 @contextlib.contextmanager
@@ -287,14 +338,10 @@ def _replicas(model: nn.Module, mesh: DeviceMesh | None, replica: str, shard: st
     return replicas
 
 
-def _mode(scheduler: LRScheduler, config: HDETConfig | None) -> str:
-    if isinstance(scheduler, Exploring):
-        return scheduler.gradients_of_the_run
-    return (config or HDETConfig()).gradients
-
-
-def _exploring(scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas) -> Exploring:
-    if isinstance(scheduler, Exploring):
+def _phased(
+    scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas
+) -> PhasedScheduler:
+    if isinstance(scheduler, PhasedScheduler):
         if config is not None:
             raise ValueError(
                 f"{type(scheduler).__name__} has its own settings: pass config= only with a plain "
@@ -304,11 +351,11 @@ def _exploring(scheduler: LRScheduler, config: HDETConfig | None, replicas: Repl
     return AutoLR(scheduler, config, replicas=replicas)
 
 
-def _check_layout(model: nn.Module, replicas: Replicas, gradients: str, searches: bool) -> None:
+def _check_layout(engine: FSDPEngine, gradients: str, searching: bool) -> None:
     if gradients not in ("shared", "local"):
         raise ValueError(f"gradients must be 'shared' or 'local', got {gradients!r}")
-    if _is_native(model) and replicas.size > 1 and (gradients == "local" or searches):
-        asked = "gradients='local'" if gradients == "local" else "a race, with its local gradients,"
+    if engine.native and engine.replicas.size > 1 and (gradients == "local" or searching):
+        asked = "gradients='local'" if gradients == "local" else "a search, with local gradients,"
         raise ValueError(
             f"{asked} on a model that is sharded over the whole mesh: HSDP all-reduces "
             "gradients across replicas in every backward. Shard it with fully_shard(module, "
@@ -316,32 +363,10 @@ def _check_layout(model: nn.Module, replicas: Replicas, gradients: str, searches
         )
 
 
-def _gradient_hook(
-    model: nn.Module, exploring: Exploring, gradients: str
-) -> Callable[[Tensor], None] | None:
-    """What runs behind each reduce-scatter; None where the layout does it already."""
-    alone = gradients == "local" and not exploring.searching
-    if alone or _is_native(model) or exploring.replicas.size == 1:
-        return None
-
-    def average(gradient: Tensor) -> None:
-        sharers = exploring.sharers
-        if sharers.size > 1:
-            gradient.div_(sharers.size)  # before the sum, which could overflow in fp16
-            dist.all_reduce(gradient, group=sharers.connected())
-
-    return average
-
-
-def _is_native(model: nn.Module) -> bool:
-    """HSDP: a mesh of two dimensions, whose replicas fully_shard itself keeps in step."""
-    return any(p.device_mesh.ndim == 2 for p in _dtensors(model))
-
-
 def _searches(scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas) -> bool:
-    if isinstance(scheduler, Exploring):
+    if isinstance(scheduler, PhasedScheduler):
         return scheduler.searching
-    return config is not None and races(config, replicas, config.total_steps or 0)
+    return config is not None and searches(config, replicas, config.total_steps or 0)
 
 
 def _dtensors(model: nn.Module) -> Iterator[Any]:

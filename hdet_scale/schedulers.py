@@ -1,58 +1,75 @@
-"""The schedulers a user touches: OneCycleAutoLR, and AutoLR around any torch scheduler.
+"""The schedulers: OneCycleAutoLR, AutoLR around any torch scheduler, and ReplayLR.
 
-Both hold a Round and differ only in where the schedule's value comes from. The learning rate of
-the next step on this replica is base x multiplier; the base is what the schedule says until the
-rule has moved it. With spread 0 the base is the schedule's and the multiplier is exactly 1.0:
-plain training, bit for bit.
+    scheduler = OneCycleAutoLR(optimizer, 3e-4, total_steps=10_000, rule="auto", model=ddp_model,
+                               probe=lambda: (loss_of(batch) for batch in held_out))
+    ...
+    optimizer.step()
+    scheduler.step(loss)
+
+Both find the learning rate in a short search at the start of the run (rule="auto"), or explore
+around the schedule as published (rule="paper"). The learning rate of the next step on this replica
+is base x multiplier. With spread 0 and no search the base is the schedule's and the multiplier is
+exactly 1.0: plain training, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from hdet_scale import ddp
-from hdet_scale.config import ConvergePolicy, HDETConfig
-from hdet_scale.engines.averaged import Averaged
+from hdet_scale.config import HDETConfig, with_authors_names
+from hdet_scale.ddp import engine_for
+from hdet_scale.engines.engine import Engine
 from hdet_scale.factors import Factor, check_factors, learning_rates
 from hdet_scale.method.losses import check_loss
-from hdet_scale.method.paper import Descent, literal_decay
-from hdet_scale.phases.assembly import averaged_by, check_search, make_round, make_search
-from hdet_scale.phases.exploring import Exploring
-from hdet_scale.runs.replay import ReplayLR as ReplayLR
-from hdet_scale.search.driver import Search
+from hdet_scale.method.paper import Descent
+from hdet_scale.phases.build import check_search, make_run
+from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.runs.replay import ReplayLR
 from hdet_scale.search.probe import Losses
-from hdet_scale.search.schedule import Outline, outline_of, place_of, put_back
-from hdet_scale.topology import Replicas, is_distributed
+from hdet_scale.search.schedule import ScheduleShape, go_to, position_of, shape_of
+from hdet_scale.topology import Replicas
 
-PRIVATE = {
-    "optimizer", "engine_obeys",
-    "_round", "_undo", "_search", "_wrapped", "_local", "_hooks",
-}  # fmt: skip
+__all__ = ["AutoLR", "OneCycleAutoLR", "ReplayLR"]
+
+PRIVATE = {"optimizer", "_run", "_phases", "_phase", "_undo"}
 """Attributes that are no part of a scheduler's state."""
 
 
-class OneCycleAutoLR(Exploring, OneCycleLR):
-    """OneCycleLR whose replicas explore learning rates around it; the authors' signature.
+class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
+    """OneCycleLR that searches its learning rate, or explores around it; the authors' signature.
 
-    rank, world_size: this process's place, needed only before init_process_group.
-    model: plain or wrapped; its float buffers are then averaged too.
-    replicas: where ranks are not simply replicas.
-    decay: gamma of the paper rule, "floor", "schedule" or "literal".
-    gradients: "shared" or "local"; see hdet_scale.ddp for the DDP side of it.
-    seed: of the assignments.
-    converge: how parameters are averaged.
-    averaged: what is averaged, where an engine keeps it elsewhere than in the optimizer.
-    rule: "auto" or "race" finds the learning rate before the run; enable_auto_lr is "paper".
-    probe: yields losses on batches that all replicas have in common; see hdet_scale.search.probe.
-    patience: rounds without a move after which the slope rule halves the spread.
+    Args:
+        optimizer: the optimizer whose learning rates are scheduled.
+        max_lr: the peak, one for each param group or one for all.
+        total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,
+            base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch:
+            as in torch's OneCycleLR, with its defaults.
+        auto_lr_warmup_steps, ensemble_lr_spread_ratio, model_sync_interval, enable_auto_lr,
+            loss_scale, lr_of_lr, momentum_of_lr: the authors' names for the keys warmup_steps,
+            spread, interval, rule, loss_scale, step_size and momentum of HDETConfig, with the
+            authors' defaults. With these alone it does what the authors' scheduler does.
+        rank, world_size: this process's place; needed only before init_process_group.
+        config: an HDETConfig in place of the authors' names.
+        model: plain or wrapped; its float buffers are averaged, and it goes to eval mode for the
+            probe. Needed by rule="auto" on DDP.
+        replicas: this rank's place where ranks are not simply replicas.
+        probe: yields losses on held-out batches that all replicas have in common; see
+            hdet_scale.search.Probe.
+        rule: "auto", "paper", "slope" or "none"; over enable_auto_lr.
+        engine: where another engine than DDP or a plain model trains; engines pass it.
+        options: any further key of HDETConfig.
+
+    Raises:
+        ValueError, TypeError: for arguments that contradict each other or are out of range.
     """
 
     def __init__(
@@ -81,36 +98,30 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
         lr_of_lr: float = 0.5,
         momentum_of_lr: float = 0.9,
         *,
+        config: HDETConfig | None = None,
         model: nn.Module | None = None,
         replicas: Replicas | None = None,
-        decay: str = "floor",
-        gradients: str = "shared",
-        seed: int = 0,
-        converge: ConvergePolicy | None = None,
-        averaged: Averaged | None = None,
-        rule: str | None = None,
         probe: Losses | None = None,
-        probe_batches: int = 16,
-        patience: int | None = 50,
+        rule: str | None = None,
+        engine: Engine | None = None,
+        **options: Any,
     ) -> None:
-        config = HDETConfig(
-            spread=ensemble_lr_spread_ratio,
-            interval=model_sync_interval,
-            gradients=gradients,
-            rule=rule or ("paper" if enable_auto_lr else "none"),
-            probe=probe_batches,
-            patience=patience,
-            warmup_steps=auto_lr_warmup_steps,
+        config = with_authors_names(
+            config,
+            options if rule is None else {**options, "rule": rule},
+            auto_lr_warmup_steps=auto_lr_warmup_steps,
+            ensemble_lr_spread_ratio=ensemble_lr_spread_ratio,
+            model_sync_interval=model_sync_interval,
+            enable_auto_lr=enable_auto_lr,
             loss_scale=loss_scale,
-            momentum=momentum_of_lr,
-            step_size=lr_of_lr,
-            decay="floor" if decay == "auto" else decay,
-            seed=seed,
-            converge=converge or ConvergePolicy(),
+            lr_of_lr=lr_of_lr,
+            momentum_of_lr=momentum_of_lr,
         )
         steps = _total_steps(total_steps, epochs, steps_per_epoch)
-        _check_takeover(config, steps, div_factor, final_div_factor)
-        where = _place(optimizer, replicas, rank, world_size, averaged)
+        _check_takeover(config, steps)
+        engine = engine or engine_for(
+            optimizer, model, replicas, rank, world_size, buffers=config.converge.buffers
+        )
         momenta = {"base_momentum": base_momentum, "max_momentum": max_momentum}
         _check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
         super().__init__(
@@ -130,33 +141,25 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
             last_epoch=last_epoch,
         )
         descent = Descent(
-            kind=config.decay,
+            kind="floor" if config.decay == "auto" else config.decay,
             # The first phase ends with the step that is made at the peak.
             start=max(config.warmup_steps, math.ceil(self._schedule_phases[0]["end_step"]) + 1),
             total_steps=self.total_steps,
             interval=config.interval,
             floors=tuple(float(g["min_lr"]) for g in optimizer.param_groups),
-            div_factor=div_factor,
-            final_div_factor=final_div_factor,
         )
-        self._begin(
-            make_round(
-                averaged or averaged_by(optimizer, model, config),
-                learning_rates(optimizer),
-                where,
-                config,
-                descent,
-                self.last_epoch,
-            ),
-            model,
-            self._race if config.searches else None,
-            probe,
+        run = make_run(
+            engine,
+            learning_rates(optimizer),
+            config,
+            descent,
+            total_steps=self.total_steps,
+            step=self.last_epoch,
         )
+        run.schedule = self._schedule
+        self._begin(run, lambda: int(self.last_epoch), self._shape, probe)
 
-    def _race(self, switch: Callable[[str], None]) -> Search:
-        return make_search(self._round, self._outline(), self.total_steps, switch, self._stands_at)
-
-    def _outline(self) -> Outline:
+    def _shape(self) -> ScheduleShape:
         """Of the whole cycle, which is known at every step: a thousand of them will do."""
         now, peaks = self.last_epoch, [float(g["max_lr"]) for g in self.optimizer.param_groups]
         every = max(1, self.total_steps // 1000)
@@ -166,32 +169,27 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
             rows.append([float(x) for x in self._values()])
         self.last_epoch = now
         self._values()  # a cycled momentum goes back too
-        return Outline(tuple(peaks), Outline.of([*rows, peaks]).mean)
+        return ScheduleShape(tuple(peaks), ScheduleShape.of([*rows, peaks]).mean)
 
     def _values(self) -> list[float | Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch wants get_lr to be called in a step only
             return self.get_lr()
 
-    def _stands_at(self) -> int:
-        return int(self.last_epoch)
-
-    def _play_from(self, place: Any) -> None:
-        self.last_epoch = int(place)
-        self._step_count = self.last_epoch + 1
-        self._values()
-
     def get_lr(self) -> list[float | Tensor]:
         """The schedule's own values, as torch computes them: the base before any steering."""
         values = super().get_lr()
         self._schedule = [float(v) for v in values]
+        if "_run" in self.__dict__:
+            self._run.schedule = self._schedule
         return values
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """After optimizer.step(), on every rank at every step; `loss` is this rank's.
+        """After optimizer.step(), on every rank at every step.
 
-        None is a step without a loss; the step counts all the same, so that every rank enters
-        the converge at the same step.
+        Args:
+            loss: this rank's training loss. None is a step without one; it counts all the same,
+                so that every rank enters the converge at the same step.
         """
         if self._is_initial:
             super().step()
@@ -202,49 +200,59 @@ class OneCycleAutoLR(Exploring, OneCycleLR):
                 f"Tried to step {self.last_epoch + 1} times. The specified number of total steps "
                 f"is {self.total_steps}: raise total_steps, or stop here and call finalize()"
             )
-        if not self._searched(checked) and self._count(checked, self.last_epoch + 1):
-            for _ in range(self._turns()):
-                super().step()
+        turn = self._count(checked)
+        if turn.position is not None:
+            self.last_epoch = int(turn.position)
+            self._step_count = self.last_epoch + 1
+            self._values()
+        for _ in range(turn.steps):
+            super().step()
         self._write()
 
     def _write(self) -> None:
-        if hasattr(self, "_round"):
-            super()._write()
-            self._last_lr = [f.read() for f in self._round.factors]
+        if "_phase" in self.__dict__:
+            self._phase.write()
+            self._last_lr = [f.read() for f in self._run.factors]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys, with the shared base for `_last_lr`, and "hdet" for the round."""
+        """torch's keys, with the shared base for `_last_lr`, and "hdet" for the run."""
         state = {k: v for k, v in self.__dict__.items() if k not in PRIVATE}
-        state |= {"_last_lr": self.get_base_lr(), "hdet": self._round.state_dict()}
-        state = copy.deepcopy(state)
-        if self._search is not None:  # not copied: a mark in it is as large as the model
-            state["search"] = self._search.state_dict()
-        return state
+        hdet = self._hdet_state()
+        return {**copy.deepcopy(state), "_last_lr": self.get_base_lr(), "hdet": hdet}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank; so is that of a plain OneCycleLR."""
-        search = state_dict.get("search")
-        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "search"})
-        hdet = state.pop("hdet", None)
-        if self._search is not None and search is not None:
-            self._search.rule.check_state(search["rule"])
-        if hdet is not None:
-            self._round.load_state_dict(hdet)
+        hdet = state_dict.get("hdet")
+        self._check_hdet(hdet)
+        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "hdet"})
         super().load_state_dict(state)
-        if self._search is not None:
-            self._search.load_state_dict(search)
         if hdet is None:
             self._schedule = [float(x) for x in self._last_lr]
-        self._settle()
+        self._run.schedule = self._schedule
+        self._load_hdet(hdet, self.last_epoch)
         self._write()
 
 
-class AutoLR(Exploring, LRScheduler):
+class AutoLR(PhasedScheduler, LRScheduler):
     """The same around any torch scheduler: cosine, WSD, a LambdaLR, SequentialLR.
 
-    base(t) = scheduler(t) x scale, and the rule moves the scale. The inner scheduler always
-    reads back its own value from the optimizer, so that those which compute the next learning
-    rate from the last one stay right.
+    base(t) = scheduler(t) x scale; the search or the rule moves the scale. The inner scheduler
+    always reads back its own value from the optimizer, so that those which compute the next
+    learning rate from the last one stay right.
+
+    Args:
+        scheduler: a torch scheduler of the step count. Step this one instead of it.
+        config: what is searched or explored, and how; HDETConfig() where it is None.
+        model: plain or wrapped; its float buffers are averaged, and it goes to eval mode for the
+            probe. Needed by rule="auto" on DDP.
+        replicas: this rank's place where ranks are not simply replicas.
+        factors: what is explored instead of the learning rates; see hdet_scale.factors.
+        probe: yields losses on held-out batches that all replicas have in common; see
+            hdet_scale.search.Probe.
+        engine: where another engine than DDP or a plain model trains; engines pass it.
+
+    Raises:
+        ValueError, TypeError: for arguments that contradict each other or are out of range.
     """
 
     def __init__(
@@ -255,70 +263,65 @@ class AutoLR(Exploring, LRScheduler):
         model: nn.Module | None = None,
         replicas: Replicas | None = None,
         factors: Sequence[Factor] | None = None,
-        averaged: Averaged | None = None,
         probe: Losses | None = None,
+        engine: Engine | None = None,
     ) -> None:
         # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
         self.scheduler = _check_inner(scheduler)
         self.optimizer = scheduler.optimizer
         config = config or HDETConfig()
-        if config.decay in ("floor", "literal"):
+        if config.decay == "floor":
             raise ValueError(
-                f"decay={config.decay!r} needs a schedule with a known floor: AutoLR follows the "
-                "scheduler it is given; use decay='schedule', or OneCycleAutoLR"
+                "decay='floor' needs a schedule with a known floor: AutoLR follows the scheduler "
+                "it is given; use decay='schedule', or OneCycleAutoLR"
             )
+        if config.total_steps is None and isinstance(getattr(scheduler, "total_steps", None), int):
+            config = dataclasses.replace(config, total_steps=scheduler.total_steps)
         check_search(config, factors)
-        where = _place(self.optimizer, replicas, 0, 1, averaged)
+        engine = engine or engine_for(
+            self.optimizer, model, replicas, buffers=config.converge.buffers
+        )
         chosen = check_factors(
             learning_rates(self.optimizer) if factors is None else factors, config.gradients
         )
-        descent = Descent(kind="schedule", start=config.warmup_steps, interval=config.interval)
-        self._steps = max(0, int(getattr(scheduler, "last_epoch", 0)))
-        self._remember(chosen)
+        run = make_run(
+            engine,
+            chosen,
+            config,
+            Descent(kind="schedule", start=config.warmup_steps, interval=config.interval),
+            total_steps=config.total_steps or 0,
+            step=max(0, int(getattr(scheduler, "last_epoch", 0))),
+        )
+        run.schedule = [f.scheduled() for f in chosen]
         self._begin(
-            make_round(
-                averaged or averaged_by(self.optimizer, model, config),
-                chosen,
-                where,
-                config,
-                descent,
-                self._steps,
-            ),
-            model,
-            self._race if config.searches else None,
-            probe,
+            run, self._position, lambda: shape_of(self.scheduler, config.total_steps or 0), probe
         )
 
-    def _race(self, switch: Callable[[str], None]) -> Search:
-        total = self._round.config.total_steps or 0
-        outline = outline_of(self.scheduler, total)
-        return make_search(self._round, outline, total, switch, self._stands_at)
+    def _position(self) -> dict[str, Any]:
+        self._write_schedule()
+        return position_of(self.scheduler)
 
-    def _stands_at(self) -> dict[str, Any]:
-        for factor, value in zip(self._round.factors, self._schedule, strict=True):
+    def _write_schedule(self) -> None:
+        """The inner scheduler's own values, for it to read back."""
+        for factor, value in zip(self._run.factors, self._run.schedule, strict=True):
             factor.write(value, 1.0)
-        return place_of(self.scheduler)
-
-    def _play_from(self, place: Any) -> None:
-        put_back(self.scheduler, place)
-        self._remember(self._round.factors)
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """After optimizer.step(), on every rank at every step; `loss` is this rank's or None."""
-        checked = check_loss(loss)
-        if self._searched(checked):
-            self._write()
-            return
-        self._steps += 1
-        if not self._count(checked, self._steps):
-            self._write()
-            return
-        for factor, value in zip(self._round.factors, self._schedule, strict=True):
-            factor.write(value, 1.0)
+        """After optimizer.step(), on every rank at every step.
+
+        Args:
+            loss: this rank's training loss, or None where there is none.
+        """
+        turn = self._count(check_loss(loss))
         try:
-            for _ in range(self._turns()):
+            if turn.position is not None:
+                go_to(self.scheduler, turn.position)
+            elif turn.steps:
+                self._write_schedule()
+            for _ in range(turn.steps):
                 self.scheduler.step()
-            self._remember(self._round.factors)
+            if turn.steps or turn.position is not None:
+                self._run.schedule = [f.scheduled() for f in self._run.factors]
         finally:
             self._write()
 
@@ -341,40 +344,24 @@ class AutoLR(Exploring, LRScheduler):
         return self.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank: the inner scheduler's state, the schedule, the round."""
-        inner = self.scheduler.state_dict()
+        """The same on every rank: the inner scheduler's state, the schedule, the run."""
+        hdet = self._hdet_state()
         # The inner scheduler's view of the last learning rate is the schedule's own.
-        state = {
-            "scheduler": inner,
-            "steps": self._steps,
-            "schedule": list(self._schedule),
-            "hdet": self._round.state_dict(),
-        }
-        # Not copied: a mark in it is as large as the model.
-        search = None if self._search is None else self._search.state_dict()
-        return {**copy.deepcopy(state), "search": search}
+        state = {"scheduler": self.scheduler.state_dict(), "schedule": list(self._run.schedule)}
+        return {**copy.deepcopy(state), "hdet": hdet}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Any rank's state is right for every rank."""
-        search = state_dict.get("search")
-        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "search"})
-        if self._search is not None and search is not None:
-            self._search.rule.check_state(search["rule"])
-        self._round.load_state_dict(state["hdet"])
-        if self._search is not None:
-            self._search.load_state_dict(search)
+        self._check_hdet(state_dict["hdet"])
+        state = copy.deepcopy({k: v for k, v in state_dict.items() if k != "hdet"})
         self.scheduler.load_state_dict(state["scheduler"])
-        self._steps = int(state["steps"])
-        self._schedule = [float(x) for x in state["schedule"]]
-        self._settle()
+        self._run.schedule = [float(x) for x in state["schedule"]]
+        self._load_hdet(state_dict["hdet"], self.last_epoch)
         self._write()
-
-    def _remember(self, factors: Sequence[Factor]) -> None:
-        self._schedule = [f.scheduled() for f in factors]
 
 
 def _check_inner(scheduler: object) -> LRScheduler:
-    if isinstance(scheduler, Exploring):
+    if isinstance(scheduler, PhasedScheduler):
         raise TypeError(f"{type(scheduler).__name__} explores already: do not wrap it again")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
@@ -398,53 +385,12 @@ def _total_steps(total: int | None, epochs: int | None, per_epoch: int | None) -
     return None
 
 
-def _check_takeover(
-    config: HDETConfig, steps: int | None, div_factor: float, final_div_factor: float
-) -> None:
-    if config.rule != "paper" or steps is None:
-        return
-    if config.warmup_steps >= steps:
+def _check_takeover(config: HDETConfig, steps: int | None) -> None:
+    if config.rule == "paper" and steps is not None and config.warmup_steps >= steps:
         raise ValueError(
             f"auto_lr_warmup_steps={config.warmup_steps} leaves nothing of total_steps={steps} to "
             "steer: choose a smaller auto_lr_warmup_steps, or enable_auto_lr=False"
         )
-    if config.decay == "literal":
-        literal_decay(div_factor, final_div_factor, 1)
-
-
-def _place(
-    optimizer: Optimizer,
-    replicas: Replicas | None,
-    rank: int,
-    world_size: int,
-    averaged: Averaged | None,
-) -> Replicas:
-    """This rank's place: as given, from the mesh of sharded parameters, or a rank a replica."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} is not an Optimizer: pass a torch.optim.Optimizer (for "
-            "DeepSpeed use hdet_scale.deepspeed.initialize)"
-        )
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    if replicas is None and any(hasattr(p, "device_mesh") for p in params):
-        return Replicas.of_sharded(params)
-    if replicas is not None:
-        if not isinstance(replicas, Replicas):
-            raise TypeError(f"replicas must be a Replicas, got {replicas!r}: use Replicas.world()")
-        replicas.check_shards(params)
-        return replicas
-    if averaged is None:
-        ddp.refuse_sharded(params)
-    declared = Replicas(rank=rank, size=world_size)
-    if not is_distributed():
-        return declared
-    world = Replicas.world()
-    if world_size != 1 and (rank, world_size) != (world.rank, world.size):
-        raise ValueError(
-            f"rank={rank}, world_size={world_size} do not fit this process, rank {world.rank} of "
-            f"{world.size}: leave them out, or pass replicas= for another layout"
-        )
-    return world
 
 
 def _check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:

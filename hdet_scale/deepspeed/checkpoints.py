@@ -5,10 +5,10 @@ same files. Here
 
     <dir>/<tag>/                   DeepSpeed's own layout, written by replica 0: what zero_to_fp32,
                                    inference and any other reader find
-    <dir>/<tag>/hdet.json          the layout, and whether the replicas were apart
-    <dir>/<tag>/replica_<r>/       only where they were: the same files of each replica, and what
+    <dir>/<tag>/hdet.json          the layout, and whether the replicas had diverged
+    <dir>/<tag>/replica_<r>/       only where they had: the same files of each replica, and what
                                    each of its ranks remembers of the round
-    <dir>/<tag>/mark_<s>_of_<n>.pt only while what a race found is watched (hdet_scale.search.marks)
+    <dir>/<tag>/snapshot/          only while a run is watched (hdet_scale.phases.snapshots)
 
 Right after a converge replicas are equal and the first is all there is. In the middle of a round
 each replica has its own place, and what stands in DeepSpeed's layout is the converged model: the
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from hdet_scale.converge.pipeline import Converge
-from hdet_scale.deepspeed.partitions import Partitions
-from hdet_scale.method.round import Round
+from hdet_scale.deepspeed.partitions import ZeroEngine
+from hdet_scale.phases.exploring import Exploring
+from hdet_scale.phases.scheduler import PhasedScheduler
 from hdet_scale.topology import Replicas
 
 FILE = "hdet.json"
@@ -41,7 +42,7 @@ class Layout:
     replicas: int
     shards: int
     stage: int
-    apart: bool
+    diverged: bool
     """Each replica has its own place."""
     step: int
 
@@ -68,32 +69,34 @@ class Layout:
                 f"{folder} was saved by replicas of {self.shards} ranks and a replica has "
                 f'{now.shards} now: ZeRO\'s partitions fit "shards": {self.shards} only'
             )
-        if resume and self.apart and self.replicas != now.replicas:
+        if resume and self.diverged and self.replicas != now.replicas:
             raise ValueError(
-                f"{folder} was saved by {self.replicas} replicas that were apart, and there are "
+                f"{folder} was saved by {self.replicas} replicas that had diverged, and there are "
                 f'{now.replicas} now: use "replicas": {self.replicas}, or a checkpoint saved right '
                 "after a converge, or load_module_only=True for the converged weights"
             )
 
 
-def apart(cycle: Round, *, own: bool) -> bool:
-    """True when one replica's state would be wrong for another: in the middle of a round; while
-    there is a mark, of which each rank has its slices; or for good where the moments or what a
-    wire remembers are each replica's own. Never once a search is over and replicas stay equal.
+def diverged(scheduler: PhasedScheduler, *, own: bool) -> bool:
+    """True when one replica's state would be wrong for another: in the middle of a round, or for
+    good where the moments or what a wire remembers are each replica's own. Never while replicas
+    stay equal.
 
-    own: the engine keeps something else for each replica, such as the loss scale of fp16.
+    Args:
+        scheduler: of the run.
+        own: the engine keeps something else for each replica, such as the loss scale of fp16.
     """
-    policy = cycle.config.converge
-    if cycle.replicas.size == 1 or not cycle.diverges:
+    phase = scheduler.present_phase
+    if scheduler.replicas.size == 1 or not isinstance(phase, Exploring):
         return False
-    drift = cycle.averaged.moments_drift(cycle.config.gradients)
+    averaging = phase.averaging
+    averaging.complete()
+    drift = scheduler.engine.moments_drift(scheduler.config.gradients)
     return (
         own
-        or (cycle.goes_back and cycle.replicas.shard_size > 1)
-        or not cycle.replicas_agree
-        or (drift and not cycle.average_moments)
-        or policy.wire == "int8"
-        or policy.outer is not None
+        or not averaging.equal
+        or (drift and not averaging.average_moments)
+        or scheduler.config.converge.remembers
     )
 
 
@@ -102,36 +105,38 @@ def place(replica: int) -> str:
     return f"replica_{replica:02d}"
 
 
-def save_rank(folder: Path, cycle: Round) -> None:
+def save_rank(folder: Path, scheduler: PhasedScheduler) -> None:
     """What this rank remembers of the round: its losses, the wire's and the outer step's memory."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = {**cycle.replica_state_dict(), "remembered": cycle.state_dict()["converge"]}
-    torch.save(own, folder / f"round_{cycle.replicas.shard_rank:02d}.pt")
+    own = {"replica": scheduler.replica_state_dict(), "hdet": scheduler.state_dict()["hdet"]}
+    torch.save(own, folder / _file(scheduler))
 
 
-def load_rank(folder: Path, cycle: Round) -> None:
+def load_rank(folder: Path, scheduler: PhasedScheduler) -> None:
     """Continue what `save_rank` wrote."""
-    path = folder / f"round_{cycle.replicas.shard_rank:02d}.pt"
-    own = torch.load(path, map_location="cpu", weights_only=True)
-    state = cycle.state_dict()
-    cycle.load_state_dict({**state, "converge": own.pop("remembered")})
-    cycle.load_replica_state_dict(own)
+    own = torch.load(folder / _file(scheduler), map_location="cpu", weights_only=True)
+    scheduler.load_state_dict({**scheduler.state_dict(), "hdet": own["hdet"]})
+    scheduler.load_replica_state_dict(own["replica"])
+
+
+def _file(scheduler: PhasedScheduler) -> str:
+    return f"round_{scheduler.replicas.shard_rank:02d}.pt"
 
 
 @contextlib.contextmanager
-def converged(partitions: Partitions, replicas: Replicas) -> Iterator[None]:
+def converged(engine: ZeroEngine, replicas: Replicas) -> Iterator[None]:
     """Inside, every replica holds the mean; afterwards its own parameters again, to the bit.
 
     Memory: a copy of the local fp32 partition on the host.
     """
-    tensors = partitions.tensors()
+    tensors = engine.parameters() + engine.buffers()
     kept: list[Tensor] = [t.detach().to("cpu", copy=True) for t in tensors]
     Converge(tensors, replicas)()
-    partitions.refresh()
+    engine.refresh()
     try:
         yield
     finally:
         with torch.no_grad():
             for t, own in zip(tensors, kept, strict=True):
                 t.copy_(own)
-        partitions.refresh()
+        engine.refresh()

@@ -23,12 +23,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.deepspeed import checkpoints as checkpoint
-from hdet_scale.deepspeed.partitions import Partitions, check_attributes
+from hdet_scale.deepspeed.partitions import ZeroEngine, check_attributes
 from hdet_scale.engines.gradient_mean import GradientMean
 from hdet_scale.method.records import RoundRecord
-from hdet_scale.method.round import Round
-from hdet_scale.phases.exploring import Exploring
-from hdet_scale.search import marks
+from hdet_scale.phases.scheduler import PhasedScheduler
 from hdet_scale.topology import Replicas
 
 NEEDS = (
@@ -49,14 +47,14 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
     """The engine that `hdet_scale.deepspeed.initialize` returns."""
 
     replicas: Replicas
-    partitions: Partitions
-    lr_scheduler: Exploring
+    partitions: ZeroEngine
+    lr_scheduler: PhasedScheduler
     save_non_zero_checkpoint: bool
     save_zero_checkpoint: bool
 
     @classmethod
     def adopt(
-        cls, engine: Any, scheduler: Exploring, replicas: Replicas, config: HDETConfig
+        cls, engine: Any, scheduler: PhasedScheduler, replicas: Replicas, config: HDETConfig
     ) -> HDETEngine:
         """Turn DeepSpeed's engine into one with replicas, as FSDP2 does with a module."""
         check_attributes(engine, NEEDS)
@@ -69,13 +67,12 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         engine._adopted(scheduler, replicas, config)
         return engine  # type: ignore[no-any-return]
 
-    def _adopted(self, scheduler: Exploring, replicas: Replicas, config: HDETConfig) -> None:
+    def _adopted(self, scheduler: PhasedScheduler, replicas: Replicas, config: HDETConfig) -> None:
         self.lr_scheduler, self.replicas = scheduler, replicas
-        scheduler.obeyed_by_engine()
-        averaged = self.round.averaged
-        if not isinstance(averaged, Partitions):
-            raise TypeError(f"the scheduler averages {type(averaged).__name__}, not partitions")
-        self.partitions = averaged
+        engine = scheduler.engine
+        if not isinstance(engine, ZeroEngine):
+            raise TypeError(f"the scheduler trains on {type(engine).__name__}, not on DeepSpeed")
+        self.partitions = engine
         self._mean = GradientMean(config.converge.bucket_bytes)
         self._loss: Tensor | None = None
         self._losses = 0
@@ -85,29 +82,24 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         self.tput_timer.batch_size = self._config.train_batch_size
         scheduler.on_round(self._report_round)
 
-    @property
-    def round(self) -> Round:
-        """The round under way."""
-        return self.lr_scheduler._round
-
     # -- the loss and the step ------------------------------------------------------------------
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """DeepSpeed's backward; the loss is remembered for the scheduler."""
+        """DeepSpeed's backward; the loss is kept for the scheduler."""
         result = super().backward(loss, retain_graph, scale_wrt_gas)
         # A loss that the user has divided for accumulation counts as often as there are parts.
         parts = 1 if scale_wrt_gas else self.gradient_accumulation_steps()
-        heard = loss.detach().float() * parts
-        self._loss = heard if self._loss is None else self._loss + heard
+        whole = loss.detach().float() * parts
+        self._loss = whole if self._loss is None else self._loss + whole
         self._losses += 1
         return result
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         self.lr_scheduler.before_step()
-        sharers = self.lr_scheduler.sharers
+        sharers = self.partitions.sharers
         if sharers.size > 1:
             self._mean(self.partitions.gradients(), sharers)
-            self.partitions.noticed()
+            self.partitions.gradients_changed()
         # DeepSpeed must not step the scheduler: it would not on an overflow, and replicas that
         # count differently enter different collectives; and it answers any TypeError of a step
         # with a second one that passes the batch size.
@@ -168,12 +160,12 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         tag = tag if self._place is None else os.path.join(str(tag), self._place)
         return str(super()._get_rank_zero_ckpt_name(checkpoints_path, tag, *args, **kw))
 
-    def _layout(self, apart: bool = False) -> checkpoint.Layout:
+    def _layout(self, diverged: bool = False) -> checkpoint.Layout:
         return checkpoint.Layout(
             replicas=self.replicas.size,
             shards=self.replicas.shard_size,
             stage=int(self.zero_optimization_stage()),
-            apart=apart,
+            diverged=diverged,
             step=self.global_steps,
         )
 
@@ -188,14 +180,14 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         """As DeepSpeed's, on every rank; no two replicas write the same file."""
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir, tag)
-        apart = self._apart()
+        diverged = self._diverged()
         if self.global_rank == 0:
-            self._layout(apart).write(folder)
+            self._layout(diverged).write(folder)
         state = client_state or {}
-        marks.save(folder, self.lr_scheduler)
-        if apart:
+        self.lr_scheduler.save_snapshot(folder)
+        if diverged:
             mine = checkpoint.place(self.replicas.rank)
-            checkpoint.save_rank(folder / mine, self.round)
+            checkpoint.save_rank(folder / mine, self.lr_scheduler)
             self._save(save_dir, tag, state, False, exclude_frozen_parameters, mine)
             with checkpoint.converged(self.partitions, self.replicas):
                 self._save(save_dir, tag, state, save_latest, exclude_frozen_parameters, None)
@@ -203,21 +195,21 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             self._save(save_dir, tag, state, save_latest, exclude_frozen_parameters, None)
         return True
 
-    def _apart(self) -> bool:
+    def _diverged(self) -> bool:
         """Whether a replica needs a place of its own; an averaging under way is folded in, and a
-        heat of a race starts again."""
-        self.lr_scheduler.restart_heat()
-        self.round.complete()
-        config = self.round.config
+        trial of a search starts again."""
+        config = self.lr_scheduler.config
+        if self.lr_scheduler.searching:
+            self.lr_scheduler.finalize()
         scale = self.fp16_enabled() and config.gradients == "local"
         buffers = not config.converge.buffers and any(
             b.is_floating_point() for b in self.module.buffers()
         )
-        return checkpoint.apart(self.round, own=scale or buffers)
+        return checkpoint.diverged(self.lr_scheduler, own=scale or buffers)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, of the converged model."""
-        if not self._apart():
+        if not self._diverged():
             return bool(super().save_16bit_model(*args, **kwargs))
         with checkpoint.converged(self.partitions, self.replicas):
             return bool(super().save_16bit_model(*args, **kwargs))
@@ -261,7 +253,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         resume = load_optimizer_states and load_lr_scheduler_states and not load_module_only
         if found is not None:
             found.check(self._layout(), folder, resume=resume)
-        own = found is not None and found.apart and resume
+        own = found is not None and found.diverged and resume
         self._place = checkpoint.place(self.replicas.rank) if own else None
         try:
             result = super().load_checkpoint(
@@ -276,9 +268,10 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         finally:
             self._place = None
         if own:
-            checkpoint.load_rank(folder / checkpoint.place(self.replicas.rank), self.round)
+            place = checkpoint.place(self.replicas.rank)
+            checkpoint.load_rank(folder / place, self.lr_scheduler)
         if resume:
-            marks.load(folder, self.lr_scheduler)
+            self.lr_scheduler.load_snapshot(folder)
         self.lr_scheduler._write()  # the optimizer's state brought another replica's rate
         return result  # type: ignore[no-any-return]
 

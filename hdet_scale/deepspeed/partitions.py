@@ -8,8 +8,8 @@
 
 A converge averages the fp32 tensors in place and then calls `refresh`, which makes the forward
 read them. Shared gradients are averaged after DeepSpeed has reduced them within a replica and
-before it takes the norm; where DeepSpeed has already looked at a gradient (offload), `noticed`
-makes it look again.
+before it takes the norm; where DeepSpeed has already read a gradient (offload), `gradients_changed`
+makes it read again.
 
 DeepSpeed has no public name for most of this. `partitions_of` checks that every attribute is
 there, so that another version fails at once and with words.
@@ -25,63 +25,77 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet_scale.engines.averaged import Averaged, trained
+from hdet_scale.engines.engine import Engine, trained
 from hdet_scale.engines.gradient_mean import gradient_of
+from hdet_scale.topology import Replicas
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What moves in a dynamic loss scale, by DeepSpeed's names; not every kind has the last."""
 WORKS_WITH = "deepspeed>=0.19.8,<0.20"
 
 
-class Partitions(Averaged):
-    """What a replica's ranks hold of a model trained in fp32 without ZeRO, and the interface."""
+class ZeroEngine(Engine):
+    """Replicas that DeepSpeed trains in fp32 without ZeRO; the other kinds are below.
 
+    Args:
+        wrapper: what DeepSpeed made of the user's optimizer.
+        optimizer: the torch optimizer inside it.
+        model, replicas, buffers: as for every engine.
+    """
+
+    separable = True
+    resharded = False
     needs: tuple[str, ...] = ()
     """The attributes of DeepSpeed's optimizer that are used."""
     scaler: str | None = None
     """The one that holds the loss scale of fp16."""
 
-    def __init__(self, wrapper: Any, optimizer: Optimizer, model: nn.Module | None) -> None:
-        super().__init__(optimizer, model)
+    def __init__(
+        self,
+        wrapper: Any,
+        optimizer: Optimizer,
+        model: nn.Module | None = None,
+        replicas: Replicas | None = None,
+        *,
+        buffers: bool = True,
+    ) -> None:
+        super().__init__(optimizer, model, replicas, buffers=buffers)
         self.wrapper = wrapper
+
+    def masters(self) -> list[Tensor]:
+        """The fp32 tensors that the optimizer steps."""
+        return trained(self.optimizer)
 
     def parameters(self) -> list[Tensor]:
         return self.masters()
 
-    def masters(self) -> list[Tensor]:
-        """The fp32 parameters that the optimizer steps."""
-        return trained(self.optimizer)
-
     def stepped(self) -> list[Tensor]:
         return self.masters()
 
-    def moments(self) -> list[Tensor]:
-        """Their moments, in an order that all ranks of a replica group share."""
-        state = self.optimizer.state
-        return [
-            value
-            for p in self.masters()
-            for _, value in sorted(state.get(p, {}).items())
-            if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
-        ]
+    def refresh(self) -> None:
+        """The forward reads the fp32 parameters themselves."""
+
+    def share_within(self, size: int, bucket_bytes: int) -> None:
+        """DeepSpeed's engine asks `sharers` at each step and takes the mean itself."""
+        self._team = min(size, self.replicas.size)
 
     def gradients(self) -> list[Tensor]:
         """The gradients as DeepSpeed's step will read them, reduced within the replica."""
         return [gradient_of(p) for p in trained(self.optimizer)]
 
-    def noticed(self) -> None:
-        """Called after the gradients have changed."""
+    def gradients_changed(self) -> None:
+        """Make DeepSpeed's step use gradients that were averaged across replicas."""
 
-    def scale_state(self) -> dict[str, float]:
+    def loss_scale(self) -> dict[str, float]:
         scaler = getattr(self.wrapper, self.scaler) if self.scaler else None
         return {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}
 
-    def load_scale_state(self, state: Mapping[str, float]) -> None:
+    def set_loss_scale(self, state: Mapping[str, float]) -> None:
         for name, value in state.items():
             setattr(getattr(self.wrapper, str(self.scaler)), name, value)
 
 
-class Halves(Partitions):
+class Halves(ZeroEngine):
     """Stage 0 in fp16 or bf16: an fp32 master for each parameter."""
 
     needs = ("fp16_groups", "fp32_groups", "loss_scale_config")
@@ -100,7 +114,7 @@ class Halves(Partitions):
                 p.copy_(master)
 
 
-class FlatHalves(Partitions):
+class FlatHalves(ZeroEngine):
     """Stage 0 in fp16 or bf16 with a fused optimizer: one flat fp32 master a param group."""
 
     needs = ("fp16_groups", "fp32_groups_flat", "loss_scale_config")
@@ -121,7 +135,7 @@ class FlatHalves(Partitions):
                 p.copy_(part.view_as(p))
 
 
-class AccumulatedWide(Partitions):
+class AccumulatedWide(ZeroEngine):
     """Stage 1 in bf16 with gradients accumulated in fp32: DeepSpeed's BF16_Optimizer."""
 
     needs = ("fp32_groups_flat_partition", "fp32_groups_gradients_flat", "update_lp_params")
@@ -137,7 +151,7 @@ class AccumulatedWide(Partitions):
         self.wrapper.update_lp_params()
 
 
-class Stages12(Partitions):
+class Stages12(ZeroEngine):
     """Stages 1 and 2."""
 
     needs = (
@@ -162,8 +176,8 @@ class Stages12(Partitions):
         lists = self.wrapper.averaged_gradients
         return [g for i in sorted(lists) for g in lists[i] or () if g is not None]
 
-    def noticed(self) -> None:
-        """Offload takes norms and looks for overflow in the backward: take both again."""
+    def gradients_changed(self) -> None:
+        """Offload takes norms and checks for overflow in the backward: both again."""
         z = self.wrapper
         if not z.cpu_offload:
             return
@@ -180,7 +194,7 @@ class Stages12(Partitions):
         self.wrapper.update_lp_params()
 
 
-class Stage3(Partitions):
+class Stage3(ZeroEngine):
     """Stage 3."""
 
     needs = (
@@ -227,7 +241,7 @@ class Stage3(Partitions):
         lists = self.wrapper.averaged_gradients
         return [g for i in sorted(lists) for g in lists[i] or ()]
 
-    def noticed(self) -> None:
+    def gradients_changed(self) -> None:
         """As for stages 1 and 2."""
         z = self.wrapper
         if not z.offload_optimizer:
@@ -251,7 +265,7 @@ class Stage3(Partitions):
             z.persistent_parameters[0].all_gather(z.persistent_parameters)
 
 
-KINDS: dict[str, type[Partitions]] = {
+KINDS: dict[str, type[ZeroEngine]] = {
     "FP16_UnfusedOptimizer": Halves,
     "FP16_Optimizer": FlatHalves,
     "BF16_Optimizer": AccumulatedWide,
@@ -260,13 +274,21 @@ KINDS: dict[str, type[Partitions]] = {
 }
 
 
-def partitions_of(wrapper: Any, model: nn.Module | None) -> Partitions:
-    """The partitions of what DeepSpeed made of the user's optimizer, with its attributes checked.
+def engine_of(
+    wrapper: Any,
+    model: nn.Module | None = None,
+    replicas: Replicas | None = None,
+    *,
+    buffers: bool = True,
+) -> ZeroEngine:
+    """The engine of what DeepSpeed made of the user's optimizer, with its attributes checked.
 
-    model: its float buffers are averaged too.
+    Args:
+        wrapper: DeepSpeed's optimizer.
+        model, replicas, buffers: as for every engine.
     """
     if isinstance(wrapper, Optimizer):
-        return Partitions(wrapper, wrapper, model)
+        return ZeroEngine(wrapper, wrapper, model, replicas, buffers=buffers)
     kind = KINDS.get(type(wrapper).__name__)
     if kind is None:
         raise ValueError(
@@ -277,7 +299,7 @@ def partitions_of(wrapper: Any, model: nn.Module | None) -> Partitions:
     if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
         needs += getattr(kind, "needs_offloaded", ())
     check_attributes(wrapper, needs)
-    return kind(wrapper, cast(Optimizer, wrapper.optimizer), model)
+    return kind(wrapper, cast(Optimizer, wrapper.optimizer), model, replicas, buffers=buffers)
 
 
 def check_attributes(thing: object, names: tuple[str, ...]) -> None:

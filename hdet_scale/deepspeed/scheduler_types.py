@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.deepspeed.partitions import Partitions, partitions_of
+from hdet_scale.deepspeed.partitions import ZeroEngine, engine_of
 from hdet_scale.deepspeed.settings import KEYS
-from hdet_scale.phases.exploring import Exploring
+from hdet_scale.phases.scheduler import PhasedScheduler
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 
@@ -40,9 +40,9 @@ class Building:
     replicas: Replicas
     model: nn.Module
 
-    def partitions(self, optimizer: Any) -> Partitions:
-        """Where the engine keeps what is averaged."""
-        return partitions_of(optimizer, self.model if self.config.converge.buffers else None)
+    def engine(self, optimizer: Any) -> ZeroEngine:
+        """Where DeepSpeed keeps what is averaged."""
+        return engine_of(optimizer, self.model, self.replicas, buffers=self.config.converge.buffers)
 
 
 building: ContextVar[Building] = ContextVar("building")
@@ -57,28 +57,14 @@ class HDETOneCycle(OneCycleAutoLR):
 
     def __init__(self, optimizer: Any, **params: Any) -> None:
         now = _building("HDETOneCycle")
-        config, basic = now.config, torch_optimizer(optimizer)
+        basic = torch_optimizer(optimizer)
         shape = _one_cycle(_schedule_only(params))
         max_lr = shape.pop("max_lr")
         super().__init__(
             basic,
             max_lr if isinstance(max_lr, list) else [max_lr * r for r in _ratios(basic)],
-            auto_lr_warmup_steps=config.warmup_steps,
-            ensemble_lr_spread_ratio=config.spread,
-            model_sync_interval=config.interval,
-            rule=config.rule,
-            probe_batches=config.probe,
-            patience=config.patience,
-            loss_scale=config.loss_scale,
-            lr_of_lr=config.step_size,
-            momentum_of_lr=config.momentum,
-            model=now.model,
-            replicas=now.replicas,
-            decay=config.decay,
-            gradients=config.gradients,
-            seed=config.seed,
-            converge=config.converge,
-            averaged=now.partitions(optimizer),
+            config=now.config,
+            engine=now.engine(optimizer),
             **shape,
         )
 
@@ -95,13 +81,7 @@ class HDETAutoLR(AutoLR):
     def __init__(self, optimizer: Any, **params: Any) -> None:
         now = _building("HDETAutoLR")
         inner = _inner(torch_optimizer(optimizer), _schedule_only(params))
-        super().__init__(
-            inner,
-            now.config,
-            model=now.model,
-            replicas=now.replicas,
-            averaged=now.partitions(optimizer),
-        )
+        super().__init__(inner, now.config, engine=now.engine(optimizer))
 
 
 def register() -> None:
@@ -112,12 +92,12 @@ def register() -> None:
         setattr(lr_schedules, kind.__name__, kind)
 
 
-def explored(scheduler: Any, optimizer: Any, basic: Optimizer) -> Exploring:
+def explored(scheduler: Any, optimizer: Any, basic: Optimizer) -> PhasedScheduler:
     """The engine's scheduler as one that explores; a plain torch scheduler is wrapped."""
     now = _building("initialize")
     if isinstance(scheduler, HDETOneCycle | HDETAutoLR):
         return scheduler
-    if isinstance(scheduler, Exploring):
+    if isinstance(scheduler, PhasedScheduler):
         raise TypeError(
             f"the scheduler given is a {type(scheduler).__name__} that does not know ZeRO's "
             'partitions: name "HDETOneCycle" or "HDETAutoLR" in the config, or pass a plain torch '
@@ -136,13 +116,7 @@ def explored(scheduler: Any, optimizer: Any, basic: Optimizer) -> Exploring:
             "the scheduler was made for another optimizer than the one that is trained: pass "
             "lr_scheduler=lambda optimizer: YourScheduler(optimizer, ...)"
         )
-    return AutoLR(
-        scheduler,
-        now.config,
-        model=now.model,
-        replicas=now.replicas,
-        averaged=now.partitions(optimizer),
-    )
+    return AutoLR(scheduler, now.config, engine=now.engine(optimizer))
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
@@ -161,9 +135,9 @@ def _building(what: str) -> Building:
         return building.get()
     except LookupError:
         raise RuntimeError(
-            f"{what} was made without replicas, where a learning rate for each rank would be one "
-            "for each slice of the same weights: start with hdet_scale.deepspeed.initialize "
-            "instead of deepspeed.initialize"
+            f"{what} was made without replicas: all ranks would be shards of one model, with one "
+            "learning rate for each slice of the same weights. Start with "
+            "hdet_scale.deepspeed.initialize instead of deepspeed.initialize"
         ) from None
 
 

@@ -83,10 +83,10 @@ class Settings:
         replicas = world // shards
         if replicas == 1 and world > 1 and self.hdet.diverges:
             raise ValueError(
-                f'"replicas": 1 in a world of {world} ranks: with one replica a learning rate for '
-                "each rank would be one for each slice of the same weights. Write "
-                f'"replicas": {_smallest_factor(world)}, or "spread": 0 and "gradients": "shared" '
-                "for plain training"
+                f'"replicas": 1 in a world of {world} ranks: all {world} ranks are ZeRO shards of '
+                "one model, and HDET needs at least two replicas to compare. Set "
+                f'"replicas": {_smallest_factor(world)}, or "rule": "none", "spread": 0 and '
+                '"gradients": "shared" for plain training'
             )
         for found, advice in self._unfit():
             raise ValueError(f"{found} does not go with HDET: {advice}")

@@ -1,8 +1,9 @@
-"""The mean of gradients over replicas, where no engine takes it."""
+"""The mean of gradients over replicas, where the engine itself does not take it."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,3 +77,35 @@ def gradient_of(p: Tensor) -> Tensor:
     if p.grad is None:
         p.grad = torch.zeros_like(p)
     return p.grad
+
+
+def average_after_backward(
+    params: Sequence[Tensor], sharers: Callable[[], Replicas], bucket_bytes: int
+) -> Callable[[], None]:
+    """Average gradients over `sharers()` at the end of each backward.
+
+    The end of the backward is also where DDP's own mean is ready: clipping and a loss scaler then
+    see the shared gradient, and an infinity makes all sharers skip the step. With accumulation the
+    accumulated gradient is averaged: mean(mean(g_1) + g_2) = mean(g_1 + g_2).
+
+    Returns:
+        The call that undoes it.
+    """
+    mean, last = GradientMean(bucket_bytes), [-1]
+
+    def finish() -> None:
+        mean([gradient_of(p) for p in params], sharers())
+
+    def queue(_: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != last[0]:
+            last[0] = backward
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    hooks = [p.register_post_accumulate_grad_hook(queue) for p in params]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo

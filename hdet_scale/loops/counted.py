@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.phases.exploring import Exploring
+from hdet_scale.phases.scheduler import PhasedScheduler
 from hdet_scale.schedulers import AutoLR
 
 
@@ -34,8 +34,8 @@ class Counted:
     ) -> None:
         if config.searches:
             raise ValueError(
-                f"rule={config.rule!r} trains replicas on their own gradients for a while, which a "
-                "loop that is not yours does not allow: use rule='paper' or 'slope', or a loop of "
+                f"rule={config.rule!r} trains replicas on their own gradients for a while, which "
+                "this integration does not support: use rule='paper' or 'slope', or a loop of "
                 "your own with OneCycleAutoLR(model=...)"
             )
         self.inner = bare_scheduler(scheduler)
@@ -105,7 +105,7 @@ def bare_scheduler(scheduler: Any) -> LRScheduler:
     """What Accelerate has wrapped; one that explores already is refused by AutoLR."""
     found = (
         getattr(scheduler, "scheduler", scheduler)
-        if not isinstance(scheduler, Exploring)
+        if not isinstance(scheduler, PhasedScheduler)
         else scheduler
     )
     if not isinstance(found, LRScheduler):

@@ -1,16 +1,16 @@
-"""Rules: losses and values in, new base out. Pure: no torch, no process group, no clock.
+"""The paper's rule: losses and learning rates in, new base out. No torch, no process group.
 
-The paper rule, at each converge after the warm-up, with L_r the replica's mean training loss
-over the round and eta_r its learning rate:
+At each converge after the warm-up, with L_r the replica's mean training loss over the round and
+eta_r its learning rate:
 
     w    = softmax((mean(L) - L_r) / sigma)
     D    = sum_r w_r eta_r - mean(eta)
     v    <- beta v + (1 - beta) D
     base <- base (1 - gamma) + lambda v
 
-A replica without a finite loss is left out of mean(L), w and D: it has said nothing.
+A replica without a finite loss is left out of mean(L), w and D.
 
-`Steering` keeps the shared base of every factor between the converges: it follows the user's
+`PaperSteering` keeps the shared base of every factor between the converges: it follows the user's
 schedule until the rule takes over.
 """
 
@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hdet_scale.method.spread import assignment, multipliers
+
 logger = logging.getLogger("hdet_scale")
 
 SMALLEST_SCALE = 1e-3
@@ -30,7 +32,17 @@ zero would never be left again."""
 
 
 class PaperRule:
-    """The rule above for one factor; its only memory is the velocity v."""
+    """The rule above for one factor; its only memory is the velocity v.
+
+    Args:
+        loss_scale: sigma, the loss difference that counts as one unit of evidence.
+        momentum: beta of the velocity.
+        step_size: lambda, how far the base follows the velocity.
+        decay: gamma, the share of the base that is lost at each converge.
+
+    Raises:
+        ValueError, TypeError: for a number out of range.
+    """
 
     def __init__(
         self,
@@ -74,18 +86,18 @@ class PaperRule:
 
     def signal(self, losses: Sequence[float], values: Sequence[float]) -> float:
         """D: how far the performance-weighted mean of the values is from the plain mean."""
-        heard = [(x, y) for x, y in zip(losses, values, strict=True) if math.isfinite(x)]
-        if not heard:
+        finite = [(x, y) for x, y in zip(losses, values, strict=True) if math.isfinite(x)]
+        if not finite:
             raise ValueError(
                 f"no replica has a finite loss, got {list(losses)}: there is no signal to follow"
             )
-        mean_loss = math.fsum(x for x, _ in heard) / len(heard)
-        scores = [(mean_loss - x) / self.loss_scale for x, _ in heard]
+        mean_loss = math.fsum(x for x, _ in finite) / len(finite)
+        scores = [(mean_loss - x) / self.loss_scale for x, _ in finite]
         top = max(scores)
         weights = [math.exp(s - top) for s in scores]
         total = math.fsum(weights)
-        weighted = math.fsum(w * y for w, (_, y) in zip(weights, heard, strict=True)) / total
-        return weighted - math.fsum(y for _, y in heard) / len(heard)
+        weighted = math.fsum(w * y for w, (_, y) in zip(weights, finite, strict=True)) / total
+        return weighted - math.fsum(y for _, y in finite) / len(finite)
 
     def coast(self, base: float) -> float:
         """The base after a round without any signal: the decay alone."""
@@ -106,8 +118,8 @@ class Descent:
     """When the rule takes over from the schedule, and how the base falls from there."""
 
     kind: str = "schedule"
-    """"schedule": base(t) = schedule(t) x scale, the rule moves the scale. "floor" and "literal":
-    the base is held between converges and falls by gamma at each."""
+    """"schedule": base(t) = schedule(t) x scale, the rule moves the scale. "floor": the base is
+    held between converges and falls by gamma at each."""
     start: int = 0
     """Steps before which the schedule is followed: the later of S_warm and the schedule's peak,
     since holding the base before the peak would freeze the warm-up."""
@@ -117,42 +129,63 @@ class Descent:
     """T."""
     floors: tuple[float, ...] = ()
     """For each factor the lowest base: the floor of the schedule."""
-    div_factor: float = 25.0
-    """f_div of the printed formula."""
-    final_div_factor: float = 1e4
-    """f_final of the printed formula."""
 
     def gamma(self, base: float, floor: float, step: int) -> float:
         """The decay fixed at the take-over, with K = (S - step) / T rounds left."""
         if self.kind == "schedule":
             return 0.0
-        rounds = (self.total_steps - step) / self.interval
-        if self.kind == "floor":
-            return floor_decay(base, floor, rounds)
-        return literal_decay(self.div_factor, self.final_div_factor, rounds)
+        return floor_decay(base, floor, (self.total_steps - step) / self.interval)
 
 
-class Steering:
+class PaperSteering:
     """The shared base of each factor: the schedule's value until the rule moves it.
 
-    `found` is what a search before the run multiplies the schedule with.
+    Args:
+        factors: their names.
+        rule: makes the rule of one factor; None to explore without steering.
+        descent: when the rule takes over, and how the base falls.
+        spread: a, of every round.
+        seed: of the assignments.
     """
 
+    probe: Callable[[], Any] | None = None
+    """This rule compares training losses: it has no use for a probe."""
+
     def __init__(
-        self, factors: Sequence[str], rule: Callable[[], PaperRule] | None, descent: Descent
+        self,
+        factors: Sequence[str],
+        rule: Callable[[], PaperRule] | None,
+        descent: Descent,
+        *,
+        spread: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.factors = list(factors)
         self.rules = [rule() for _ in factors] if rule is not None else []
-        self.descent = descent
+        self.descent, self.spread, self.seed = descent, spread, seed
         self.floors = list(descent.floors) or [0.0] * len(self.factors)
         self.scales = [1.0] * len(self.factors)
-        self.found = [1.0] * len(self.factors)
+        self.scale = 1.0
+        """What a search before the run multiplies the schedule with."""
         self.held: list[float] | None = None
         self.taken_over = False
+        self._warned = False
+
+    def fans(self, replicas: int, round: int) -> list[list[float]]:
+        """For each factor every replica's multiplier in a round."""
+        fan = multipliers(replicas, self.spread)
+        return [
+            [fan[i] for i in assignment(replicas, seed=self.seed, round=round, factor=name)]
+            for name in self.factors
+        ]
+
+    def ask(self, *_: object) -> None:
+        """Nothing is evaluated before the averaging."""
 
     def bases(self, schedule: Sequence[float]) -> list[float]:
         """The base of each factor, given what the schedule says now."""
-        schedule = [s if x == 1.0 else s * x for s, x in zip(schedule, self.found, strict=True)]
+        if self.scale != 1.0:
+            schedule = [s * self.scale for s in schedule]
         if not self.taken_over:
             return list(schedule)
         if self.held is not None:
@@ -167,13 +200,16 @@ class Steering:
         losses: Sequence[float],
         values: Sequence[Sequence[float]],
     ) -> None:
-        """Steer at the converge after `step` steps. NaN losses say nothing."""
+        """Steer at the converge after `step` steps. NaN losses are left out."""
+        known = any(math.isfinite(x) for x in losses)
+        if self.rules and not known and not self._warned:
+            self._warned = True
+            logger.warning("no replica passed a loss in this round: call step(loss) to steer")
         if not self.rules or step < self.descent.start or step >= self._end():
             return
         bases = self.bases(schedule)
         if not self.taken_over:
             self._take_over(bases, step)
-        heard = any(math.isfinite(x) for x in losses)
         for i, rule in enumerate(self.rules):
             # Along a falling schedule the rule works on the scale: a velocity in learning-rate
             # units, gathered while the schedule was high, would fling the base about later.
@@ -181,7 +217,7 @@ class Steering:
             if unit <= 0:
                 continue
             base, eta = bases[i] / unit, [x / unit for x in values[i]]
-            fresh = rule.update(losses, eta, base=base) if heard else rule.coast(base)
+            fresh = rule.update(losses, eta, base=base) if known else rule.coast(base)
             self._set(i, fresh, unit)
 
     def _end(self) -> float:
@@ -214,7 +250,7 @@ class Steering:
         return {
             "taken_over": self.taken_over,
             "scales": list(self.scales),
-            "found": list(self.found),
+            "scale": self.scale,
             "held": None if self.held is None else list(self.held),
             "rules": [rule.state_dict() for rule in self.rules],
         }
@@ -223,7 +259,7 @@ class Steering:
         """Continue another run's steering."""
         self.taken_over = bool(state["taken_over"]) and bool(self.rules)
         self.scales = [float(x) for x in state["scales"]]
-        self.found = [float(x) for x in state["found"]]
+        self.scale = float(state["scale"])
         self.held = None if state["held"] is None else [float(x) for x in state["held"]]
         # A state of a run without a rule has none to load: this run's rules start afresh.
         for rule, saved in zip(self.rules, state["rules"], strict=False):
@@ -240,23 +276,6 @@ def floor_decay(start: float, floor: float, rounds: float) -> float:
     if start <= floor:
         return 0.0
     return 1.0 - math.pow(floor / start, 1.0 / rounds)
-
-
-def literal_decay(div_factor: float, final_div_factor: float, rounds: float) -> float:
-    """gamma = 1 - exp(-log(f_div / f_final) / K), as printed in the paper.
-
-    Negative whenever f_final > f_div, as with OneCycleLR's own defaults (25, 1e4): the learning
-    rate would then grow without any signal, so that is refused.
-    """
-    if rounds <= 0:
-        raise ValueError(f"rounds must be above 0, got {rounds}: nothing is left to decay over")
-    if final_div_factor > div_factor:
-        raise ValueError(
-            f"decay='literal' with div_factor={div_factor} and final_div_factor="
-            f"{final_div_factor} grows the learning rate without any signal: use decay='floor', "
-            "or a final_div_factor of at most div_factor"
-        )
-    return 1.0 - math.exp(-math.log(div_factor / final_div_factor) / rounds)
 
 
 def _number(name: str, value: float) -> float:

@@ -1,14 +1,15 @@
-"""Rules that are fed by a probe: evidence in, decision out.
+"""Steering by a probe: evidence in, decision out.
 
 A rule is a small pure object: no torch, no process group, no clock, no random numbers. At the end
 of a round it is given `Sums` (hdet_scale.rules.slope) over all replicas, the same on every rank,
 and answers with a Decision, the same on every rank:
 
     rule.update(sums, step) -> Decision
-    rule.decision                          the last one, or what it starts with
+    rule.decision                          the last one, or the initial one
     rule.state_dict() / load_state_dict()  plain numbers; a resumed rule decides bit for bit alike
 
-`Guided` carries the decisions out between two rounds. The base of factor g is
+`GuidedSteering` evaluates the probe before the averaging and applies the decisions. The base of
+factor g is
 
     base_g(t) = space_g^-1(space_g(schedule_g(t)) + m_g)
 
@@ -18,16 +19,22 @@ schedule_g(t) exp(m_g).
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
+
+from hdet_scale.factors import Factor
+from hdet_scale.method.records import ProbeRecord
 from hdet_scale.rules.designs import levels
+from hdet_scale.rules.sums import Sums
+from hdet_scale.topology import Replicas
 
-if TYPE_CHECKING:
-    from hdet_scale.factors import Factor
-    from hdet_scale.rules.slope import Sums
+logger = logging.getLogger("hdet_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +44,15 @@ class Decision:
     offsets: tuple[float, ...]
     """m: for each factor how far its base is from the schedule, in its space."""
     spread: float
-    """a of the next round; 0 once the search is over: plain training from there on."""
-    phase: str = "search"
-    """Where the rule is: "search", "climb" or "hold"."""
+    """a of the next round; 0 once the exploration is over: plain training from there on."""
     verdict: str = ""
     """What was decided in this round, in words; empty where nothing was."""
-    rewind: bool = False
-    """True where the replicas have to go back to the weights that the search began with."""
     evidence: dict[str, float] = field(default_factory=dict)
-    """For the log: for each factor the statistic that is held against the gate."""
+    """For the log: for each factor the statistic that is compared with the gate."""
 
 
 class Rule(Protocol):
     """The interface above."""
-
-    together: bool
-    """True where all factors take the same level: one question for all of them."""
-    rewinds: bool
-    """True where it may send the replicas back to where it began: that place is then marked, at
-    the cost of a copy, until the search is over (hdet_scale.search.snapshot)."""
 
     @property
     def decision(self) -> Decision: ...
@@ -69,55 +66,80 @@ class Rule(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Guided:
-    """The shared base of each factor, as a rule's decisions have it."""
+class GuidedSteering:
+    """The shared base of each factor, as a rule's decisions have it.
 
-    def __init__(self, factors: Sequence[Factor], rule: Rule) -> None:
-        self.factors = list(factors)
-        self.rule = rule
+    Args:
+        factors: what is explored.
+        rule: decides at the end of each round.
+        seed: of the designs.
+    """
 
-    @property
-    def decision(self) -> Decision:
-        return self.rule.decision
+    def __init__(self, factors: Sequence[Factor], rule: Rule, *, seed: int = 0) -> None:
+        self.factors, self.rule, self.seed = list(factors), rule, seed
+        self.probe: Callable[[], list[float]] | None = None
 
     @property
     def spread(self) -> float:
-        """Of the round under way."""
-        return self.decision.spread
+        """a of the round under way."""
+        return self.rule.decision.spread
 
     def bases(self, schedule: Sequence[float]) -> list[float]:
         """The base of each factor, given what the schedule says now."""
-        moves = zip(self.factors, schedule, self.decision.offsets, strict=True)
+        moves = zip(self.factors, schedule, self.rule.decision.offsets, strict=True)
         return [s if m == 0.0 else f.at(s, math.exp(m)) for f, s, m in moves]
 
-    def fans(self, n: int, seed: int, round: int) -> list[list[float]]:
+    def fans(self, replicas: int, round: int) -> list[list[float]]:
         """For each factor every replica's multiplier in a round."""
         names = [f.name for f in self.factors]
-        if self.rule.together:
-            (common,) = levels(n, ["together"], seed=seed, round=round)
-            chosen = [common for _ in names]
-        else:
-            chosen = levels(n, names, seed=seed, round=round)
+        chosen = levels(replicas, names, seed=self.seed, round=round)
         return [[1.0 + self.spread * x for x in column] for column in chosen]
+
+    def ask(
+        self,
+        schedule: Sequence[float],
+        multipliers: Sequence[float],
+        replicas: Replicas,
+        device: torch.device,
+        step: int,
+    ) -> ProbeRecord:
+        """Evaluate this replica on the probe's batches and decide: one all-reduce of sums."""
+        if self.probe is None:
+            raise RuntimeError(
+                "rule='slope' is fed by a probe, and none was given: pass probe=, a function that "
+                "yields this replica's losses on batches that all replicas have in common"
+            )
+        start = time.perf_counter()
+        losses = replicas.shard_means([float(x) for x in self.probe()], device)
+        seconds = time.perf_counter() - start
+        offsets = self.offsets(schedule, multipliers)
+        total = replicas.sum(Sums.of(offsets, losses).vector, device)
+        decision = self.rule.update(Sums.read(len(offsets), len(losses), total), step)
+        if decision.verdict:
+            logger.info("step %d: %s", step, decision.verdict)
+        return ProbeRecord(
+            losses=tuple(losses),
+            seconds=seconds,
+            verdict=decision.verdict,
+            evidence=dict(decision.evidence),
+        )
 
     def offsets(self, schedule: Sequence[float], multipliers: Sequence[float]) -> list[float]:
         """X of one replica: how far it is from the base in each factor's space."""
         bases = self.bases(schedule)
-        told = [
+        return [
             f.offset(b, rho) for f, b, rho in zip(self.factors, bases, multipliers, strict=True)
         ]
-        return told[:1] if self.rule.together else told
 
-    def update(self, sums: Sums, step: int) -> Decision:
-        """Steer at the converge after `step` steps."""
-        return self.rule.update(sums, step)
+    def update(self, *_: object) -> None:
+        """The rule has decided before the averaging."""
 
     def state_dict(self) -> dict[str, Any]:
         """The same on every rank."""
         return {"rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue another run's search."""
+        """Continue another run's exploration."""
         self.rule.load_state_dict(state["rule"])
 
 

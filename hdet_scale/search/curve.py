@@ -1,8 +1,8 @@
-"""The valley: losses by learning rate, their bottom and their edge.
+"""The loss curve: losses by learning rate, the minimum and the edge.
 
-From low to high learning rates a loss falls, has its lowest point and rises again, at last like a
-cliff: there training breaks. Where it is lowest after a short schedule is noisy and depends on the
-batch; where it breaks is neither.
+From low to high learning rates a loss falls, reaches its minimum, rises, and then jumps at the edge
+where training diverges. The minimum after a short schedule is noisy and depends on the batch; the
+edge is and does neither.
 
 Pure: no torch, no process group.
 """
@@ -67,7 +67,7 @@ class Parabola:
         near = finite[first : first + 2 * width + 1]
         u = [xs[k] - xs[best] for k in near]
         v = [ys[k] - ys[best] for k in near]
-        typical = statistics.median(ys[k] - ys[best] for k in finite)
+        typical = statistics.median([ys[k] - ys[best] for k in finite])
         weights = [1 / (1 + (y / typical) ** 2) if typical > 0 else 1.0 for y in v]
         c0, c1, c2 = _least_squares(u, v, weights)
         left = [y - (c0 + c1 * x + c2 * x * x) for x, y in zip(u, v, strict=True)]

@@ -1,7 +1,7 @@
-"""A probe: losses of this replica's weights on batches that all replicas have in common.
+"""Probe: losses of this replica's weights on held-out batches that all replicas have in common.
 
-Common batches cure most of the noise that replicas' own batches have. The probe leaves no trace:
-module modes and random generators are as they were.
+Common batches remove most of the noise that replicas' own batches have. Module modes and random
+generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from hdet_scale.engines.engine import Engine
 from hdet_scale.topology import Replicas
 
 Losses = Callable[..., Iterable["Tensor | float"]]
 NO_LOSS = (
-    "the probe yielded no loss: it is called again at each judgement, so give a function that "
-    "starts afresh, not a generator that is used up"
+    "the probe yielded no loss: it is called again at each evaluation, so give a function that "
+    "starts again, not a generator that is used up"
 )
 
 
 class Probe:
     """A callable that yields losses, run in eval mode, without gradients, and timed.
 
-    losses: yields one number a batch. Every replica must be given the same batches in the same
-        order; where a replica is sharded, its ranks enter it together. If it takes `part` and
-        `parts`, replicas of equal weights split the batches: batches part, part + parts, ...
-    model: whose modules go to eval mode; None where the callable takes care of it.
-    limit: at most so many losses are taken.
+    Args:
+        losses: yields one number a batch. Every replica must be given the same batches in the same
+            order; where a replica is sharded, its ranks call it together. If it takes `part` and
+            `parts`, replicas with equal weights split the batches: part, part + parts, ...
+        engine: puts the model into eval mode; None where the callable does so itself.
+        limit: at most so many losses are taken.
     """
 
-    def __init__(self, losses: Losses, model: nn.Module | None = None, limit: int = 16) -> None:
+    def __init__(self, losses: Losses, engine: Engine | None = None, limit: int = 16) -> None:
         if not callable(losses):
             raise TypeError(
                 f"probe must be a callable that yields losses, got {losses!r}: e.g. "
                 "lambda: (loss_of(model, batch) for batch in held_out), or "
-                "hdet_scale.search.probe.common_batches(...)"
+                "hdet_scale.search.common_batches(...)"
             )
         if limit < 1:
             raise ValueError(f"probe batches must be at least 1, got {limit}")
-        self.losses, self.model, self.limit = losses, model, limit
+        self.losses, self.engine, self.limit = losses, engine, limit
         self._splits = "parts" in inspect.signature(losses).parameters
         self.seconds = 0.0
-        """Of all calls so far on this rank: what the probe has cost."""
+        """Time of all calls so far on this rank."""
 
     def __call__(self, part: int = 0, parts: int = 1) -> list[float]:
         """The losses, at most `limit` of them over all parts; all where a part has none."""
@@ -66,7 +66,8 @@ class Probe:
         batches."""
         parts = min(parts, self.limit) if self._splits else 1
         start = time.perf_counter()
-        with torch.no_grad(), _same_randomness(), _evaluating(self.model):
+        mode = contextlib.nullcontext() if self.engine is None else self.engine.evaluating()
+        with torch.no_grad(), _same_randomness(), mode:
             source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
             drawn = [_number(x) for x in islice(source, self.limit // parts)]
         self.seconds += time.perf_counter() - start
@@ -116,29 +117,6 @@ def _number(loss: Tensor | float) -> float:
             f"the probe yielded a tensor of shape {list(loss.shape)}: yield one number a batch"
         )
     return float(loss)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module | None) -> Iterator[None]:
-    modes = [(m, m.training) for m in model.modules()] if model is not None else []
-    wrapped = [m for m, _ in modes if isinstance(m, DistributedDataParallel)]
-    syncs = [m.require_forward_param_sync for m in wrapped]
-    if model is not None:
-        model.eval()
-    for ddp in wrapped:
-        # It would broadcast buffers, a collective that a replica without a batch does not enter.
-        ddp.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        for ddp, sync in zip(wrapped, syncs, strict=True):
-            ddp.require_forward_param_sync = sync
-        for module, training in modes:
-            module.training = training
-            if isinstance(module, FSDPModule):
-                # A forward without a backward leaves the whole parameters behind, and the next
-                # one would use them, though their shards have moved on.
-                module.reshard()
 
 
 @contextlib.contextmanager

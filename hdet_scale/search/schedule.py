@@ -1,7 +1,7 @@
-"""The outline of a schedule: its peaks and its mean, and how to put it back to a place.
+"""The shape of the user's schedule: its peaks and its mean, and how to go back to a position.
 
-Schedulers compute the next value from the last one in ways of their own, so that nothing shorter
-than playing a schedule through is right for all of them.
+Schedulers compute the next value from the last one in ways of their own, so that stepping through
+the whole schedule is the only way that is right for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hdet_scale.search.snapshot import options_of, put_options
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ScheduleShape:
     """What a search must know of a schedule."""
 
     peaks: tuple[float, ...]
@@ -29,7 +29,7 @@ class Outline:
     """Of all steps and param groups, each over its peak."""
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float]]) -> Outline:
+    def of(cls, rows: Iterable[Sequence[float]]) -> ScheduleShape:
         """From the values of each step, one for each param group."""
         columns = [*zip(*rows, strict=True)]
         peaks = tuple(max(column) for column in columns)
@@ -37,26 +37,26 @@ class Outline:
         return cls(peaks, sum(means) / len(means))
 
     def share(self, values: Sequence[float]) -> float:
-        """Where a step's values are: 1 at the peak."""
+        """A step's values over the peaks, averaged: 1 at the peak."""
         over = [v / p if p > 0 else 1.0 for v, p in zip(values, self.peaks, strict=True)]
         return sum(over) / len(over)
 
 
-def outline_of(scheduler: LRScheduler, total_steps: int) -> Outline:
-    """Of a whole schedule, which is played through and put back."""
-    groups, place = scheduler.optimizer.param_groups, place_of(scheduler)
+def shape_of(scheduler: LRScheduler, total_steps: int) -> ScheduleShape:
+    """The shape of a whole schedule; it is stepped through and put back."""
+    groups, position = scheduler.optimizer.param_groups, position_of(scheduler)
     rows = [[float(g["lr"]) for g in groups]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(total_steps):
             scheduler.step()
             rows.append([float(g["lr"]) for g in groups])
-    put_back(scheduler, place)
-    return Outline.of(rows)
+    go_to(scheduler, position)
+    return ScheduleShape.of(rows)
 
 
-def place_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """Where a schedule stands, and the learning rates and momenta that it has in the optimizer."""
+def position_of(scheduler: LRScheduler) -> dict[str, Any]:
+    """The schedule's state, and the learning rates and options that it has in the optimizer."""
     groups = scheduler.optimizer.param_groups
     rates = [g["lr"] for g in groups]
     return {
@@ -67,11 +67,11 @@ def place_of(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def put_back(scheduler: LRScheduler, place: Mapping[str, Any]) -> None:
-    """To what `place_of` saw, to the bit."""
-    scheduler.load_state_dict(copy.deepcopy(place["scheduler"]))
+def go_to(scheduler: LRScheduler, position: Mapping[str, Any]) -> None:
+    """Restore what `position_of` returned, to the bit."""
+    scheduler.load_state_dict(copy.deepcopy(position["scheduler"]))
     groups = scheduler.optimizer.param_groups
-    for group, rate, options in zip(groups, place["rates"], place["options"], strict=True):
+    for group, rate, options in zip(groups, position["rates"], position["options"], strict=True):
         put_options(group, options)  # some schedules move the momentum too
         if isinstance(group["lr"], Tensor):
             group["lr"].copy_(rate)

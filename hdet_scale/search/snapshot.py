@@ -1,10 +1,9 @@
-"""A mark: where the replicas were, so that they can go back there.
+"""Snapshot: weights and optimizer state of one moment, kept to go back to.
 
-A race goes back after each heat, a climb on its way down, a watch when what was found overfits.
+A search goes back after each trial, a watch when it restarts the run.
 
-Memory: one copy of what a converge averages on this rank (its shards of the parameters, the float
-buffers), and of the optimizer's state, which at the start of a run is empty. `to_host` moves it off
-the device.
+Memory: one copy of what this rank holds of the parameters, the float buffers and the optimizer's
+state, which at the start of a run is empty. `to_host` moves it off the device.
 """
 
 from __future__ import annotations
@@ -16,37 +15,39 @@ import torch
 from torch import Tensor
 
 from hdet_scale.converge.pipeline import local
-from hdet_scale.engines.averaged import Averaged
+from hdet_scale.engines.engine import Engine
 
 
-class Mark:
-    """Parameters, buffers, optimizer state and options and loss scale of one moment on this rank.
+class Snapshot:
+    """Parameters, buffers, optimizer state and options, and loss scale on this rank.
 
-    state: of another mark of the same model, to be this one.
+    Args:
+        engine: whose tensors are kept.
+        state: what another snapshot of the same model returned from `state_dict`.
     """
 
-    def __init__(self, averaged: Averaged, state: Mapping[str, Any] | None = None) -> None:
-        self.averaged, self.params = averaged, averaged.stepped()
+    def __init__(self, engine: Engine, state: Mapping[str, Any] | None = None) -> None:
+        self.engine, self.params = engine, engine.stepped()
         if state is not None:
             self.tensors, self.state = list(state["tensors"]), list(state["state"])
             self.options, self.scale = list(state["options"]), dict(state["scale"])
             return
         self.tensors = [_copy(t) for t in self._targets()]
-        kept = averaged.optimizer.state
+        kept = engine.optimizer.state
         self.state = [_copied(kept[p]) if p in kept else None for p in self.params]
-        self.options = [options_of(g) for g in averaged.optimizer.param_groups]
-        self.scale = averaged.scale_state()
+        self.options = [options_of(g) for g in engine.optimizer.param_groups]
+        self.scale = engine.loss_scale()
 
     def _targets(self) -> list[Tensor]:
         """The parameters themselves: an fp32 master is part of the optimizer's state."""
-        return [local(p) for p in self.params] + [local(b) for b in self.averaged.buffers()]
+        return [local(t) for t in (*self.params, *self.engine.buffers())]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back, to the bit; engines round their 16-bit copies again."""
         for target, kept in zip(self._targets(), self.tensors, strict=True):
             target.copy_(kept)
-        optimizer = self.averaged.optimizer
+        optimizer = self.engine.optimizer
         for p, kept_state in zip(self.params, self.state, strict=True):
             if kept_state is None:
                 # A fresh start is not a state of zeros: SGD's first step copies the gradient.
@@ -57,11 +58,11 @@ class Mark:
             # Some optimizers count there: steps, Schedule-Free the weights of its average.
             put_options(group, options)
         # Replicas with loss scales of their own would share gradients of different sizes.
-        self.averaged.load_scale_state(self.scale)
-        self.averaged.refresh()
+        self.engine.set_loss_scale(self.scale)
+        self.engine.refresh()
 
     def to_host(self) -> None:
-        """For a mark that is kept while the run goes on, and hardly ever used."""
+        """For a snapshot that is kept while the run goes on, and hardly ever used."""
         self.tensors = [t.cpu() for t in self.tensors]
         self.state = [
             None if kept is None else {k: _on_host(v) for k, v in kept.items()}
@@ -69,8 +70,7 @@ class Mark:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank in the middle of a race, a climb or a watch; nobody writes
-        into these tensors."""
+        """This rank's part, for a checkpoint; the tensors are not copied."""
         return {
             "tensors": self.tensors,
             "state": self.state,
@@ -80,8 +80,8 @@ class Mark:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What may change of a param group beside its parameters and the learning rate, which is the
-    schedule's: copies."""
+    """Copies of what may change in a param group, without its parameters and its learning rate,
+    which is the schedule's."""
     return {
         k: v.clone() if isinstance(v, Tensor) else v
         for k, v in group.items()
@@ -90,7 +90,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Back to what `options_of` saw: what was not there goes."""
+    """Restore what `options_of` returned; other options are removed."""
     for name in [k for k in group if k not in options and k not in ("params", "lr")]:
         del group[name]
     for name, value in options.items():
@@ -115,5 +115,5 @@ def _put_back(state: dict[str, Any], kept: Mapping[str, Any], device: torch.devi
     for name, value in kept.items():
         if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
             local(state[name]).copy_(value)
-        else:  # a copy: the steps to come must not move the mark
+        else:  # a copy: the steps to come must not change the snapshot
             state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value

@@ -1,13 +1,13 @@
-"""Stages of a race: how long they are, who runs which level together, and the shape of a heat.
+"""Trials: the stages of a search, which replica runs which learning rate, and a trial's schedule.
 
-A heat is a short but complete schedule. A stage runs eight levels of the learning rate, at once
-where there are replicas enough, in several heats otherwise. A team is one replica with its own
-gradients, or several that share theirs, so that the batch of a level does not shrink with their
-number.
+A trial is a short, complete schedule. A stage runs eight levels of the learning rate, all at once
+where there are replicas enough, in several trials otherwise. A team is one replica with its own
+gradients, or several that share theirs, so that the batch of a level does not shrink as the number
+of replicas grows.
 
     coarse    2.8 % of the run's steps, teams of an eighth of the replicas
     fine      3.8 %, the same teams
-    long      8 %, teams of a quarter: where the others could not tell
+    long      8 %, teams of a quarter: in place of fine where the coarse stage could not tell
 
 Pure: no torch, no process group.
 """
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 SIZE = 8
 """Levels of a stage."""
 WARM = 0.05
-"""Share of a heat that is its warm-up."""
+"""Share of a trial that is its warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of them."""
+    """One stage of a search."""
 
     name: str
     share: float
@@ -38,16 +38,16 @@ class Stage:
         return max(1, replicas // self.parts)
 
     def teams(self, replicas: int) -> int:
-        """Whole ones; what is left over runs along and is not heard."""
+        """Whole teams. Left-over replicas train, but their loss is ignored."""
         return replicas // self.team(replicas)
 
-    def heats(self, replicas: int) -> int:
-        """One after the other, until every level was run."""
+    def trials(self, replicas: int) -> int:
+        """Trials one after the other until every level was run."""
         return -(-SIZE // self.teams(replicas))
 
     def steps(self, replicas: int, total_steps: int) -> int:
-        """Of a heat."""
-        return int(self.share * total_steps) // self.heats(replicas)
+        """Steps of one trial."""
+        return int(self.share * total_steps) // self.trials(replicas)
 
 
 COARSE = Stage("coarse", 0.028, 8)
@@ -58,18 +58,15 @@ STAGES = (COARSE, FINE, LONG)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is known of one learning rate: sums over the replicas that ran it to the end."""
+    """The losses at one learning rate: sums over the replicas that ran it to the end."""
 
     count: float = 0.0
     total: float = 0.0
 
     @classmethod
     def of(cls, loss: float) -> Level:
-        """One replica's loss; one that is not finite has nothing to add."""
+        """One replica's loss; one that is not finite is left out."""
         return cls(1.0, loss) if math.isfinite(loss) else cls()
-
-    def __add__(self, other: Level) -> Level:
-        return Level(self.count + other.count, self.total + other.total)
 
     @property
     def mean(self) -> float:
@@ -78,19 +75,34 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """What the replicas run next."""
+class Trial:
+    """What the replicas run next. What one replica runs is found in O(1)."""
 
     stage: int
     index: int
-    """Of the heats of the stage, where there are fewer teams than levels."""
+    """Within the stage, where there are fewer teams than levels."""
     steps: int
-    levels: tuple[int, ...]
-    """The level of each replica."""
+    team: int
+    """Replicas of a team."""
+    teams: int
     multipliers: tuple[float, ...]
-    """For each replica what its peak learning rate is, times the schedule's peak."""
-    judged: int
-    """Replicas that are members of a team; the last ones beyond are not heard."""
+    """For each level the peak learning rate of its trial over the schedule's peak."""
+
+    def level(self, replica: int) -> int:
+        """The level that a replica runs."""
+        return (self.index * self.teams + min(replica // self.team, self.teams - 1)) % SIZE
+
+    def multiplier(self, replica: int) -> float:
+        """The peak learning rate of a replica over the schedule's peak."""
+        return self.multipliers[self.level(replica)]
+
+    def levels(self, replicas: int) -> list[int]:
+        """The level of each replica; for a record of all of them."""
+        return [self.level(r) for r in range(replicas)]
+
+    def counts(self, replica: int) -> bool:
+        """Whether a replica is a member of a team: the loss of left-over replicas is ignored."""
+        return replica < self.teams * self.team
 
 
 def shape(i: int, steps: int) -> float:

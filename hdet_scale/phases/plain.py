@@ -1,0 +1,49 @@
+"""Plain: training as without HDET, bit for bit.
+
+No collective, no evaluation, no copy: each step writes the shared base to the optimizer and counts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hdet_scale.method.round import Round
+from hdet_scale.phases.run import Phase, Run, Turn
+
+
+class Plain(Phase):
+    """Replicas stay equal: shared gradients and nothing left to explore."""
+
+    name = "plain"
+
+    def count(self, loss: Tensor | float | None) -> Turn:
+        self.run.advance()
+        return self.run.turn()
+
+    def finalize(self, *, moments: bool = False) -> None:
+        """Compare the replicas by a checksum and average them if they differ, which noise at the
+        start (`warm_init`) causes."""
+        equalize(self.run, moments=moments)
+
+
+def equalize(run: Run, *, moments: bool) -> None:
+    """Make replicas equal that should be; collective."""
+    run.engine.connect()
+    if run.replicas.size == 1:
+        return
+    averaging = averaging_of(run)
+    if moments and not averaging.average_moments:
+        averaging.equalize_moments()
+    if not averaging.prepared().replicas_agree():
+        averaging.converge(blocking=True)
+
+
+def averaging_of(run: Run) -> Round:
+    """The averaging of a run's replicas, as its config has it."""
+    return Round(
+        run.engine,
+        run.config.converge,
+        gradients=run.config.gradients,
+        interval=run.config.interval,
+        moves_moments=any(getattr(f, "moves_moments", False) for f in run.factors),
+    )
