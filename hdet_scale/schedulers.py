@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hdet_scale import ddp
 from hdet_scale.config import ConvergePolicy, HDETConfig
 from hdet_scale.engines.averaged import Averaged
-from hdet_scale.factors import Factor, check_factors, learning_rates
+from hdet_scale.factors.learning_rate import learning_rates
+from hdet_scale.factors.space import Factor, check_factors
 from hdet_scale.method.losses import check_loss
 from hdet_scale.method.paper import Descent, literal_decay
 from hdet_scale.phases.assembly import averaged_by, check_search, make_round, make_search

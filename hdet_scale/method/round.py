@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hdet_scale.config import HDETConfig
 from hdet_scale.converge.pipeline import Converge, Outcome, Pending, distinct, with_own_group
 from hdet_scale.engines.averaged import Averaged
-from hdet_scale.factors import Factor
+from hdet_scale.factors.space import Factor
 from hdet_scale.method.losses import LossMeter
 from hdet_scale.method.paper import PaperRule, Steering
 from hdet_scale.method.records import RoundRecord

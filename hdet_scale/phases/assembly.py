@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.engines.averaged import Averaged
-from hdet_scale.factors import Factor
+from hdet_scale.factors.space import Factor
 from hdet_scale.method.paper import Descent, PaperRule, Steering
 from hdet_scale.method.round import Round
 from hdet_scale.rules.climb import Climb

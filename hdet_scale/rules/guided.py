@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hdet_scale.rules.designs import levels
 
 if TYPE_CHECKING:
-    from hdet_scale.factors import Factor
+    from hdet_scale.factors.space import Factor
     from hdet_scale.rules.slope import Sums
 
 
