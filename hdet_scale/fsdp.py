@@ -350,7 +350,7 @@ def _dtensors(model: nn.Module) -> Iterator[Any]:
 
 
 def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The slices of model and optimizer that this rank holds. Every rank calls it.
+    """The slices of model and optimizer that this rank holds. Every rank calls.
 
     `Checkpoint` writes one state for all replicas. In the middle of a round the replicas have
     diverged, and each rank saves its own slices to a file of its own.
@@ -367,7 +367,7 @@ def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_local_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `local_state` returned on this rank; other keys are ignored. Every rank calls it."""
+    """Load what `local_state` returned on this rank; other keys are ignored. Every rank calls."""
     live_model, live_optimizer = get_state_dict(model, optimizer)
     set_state_dict(
         model,
