@@ -41,7 +41,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_a_worker_that_refuses_ends_the_command_with_2(tmp_path: Path) -> None:
     words = kills.command(tmp_path, "ddp", "run", 8)
     process = kills.start([*words, "--shards", "2"])
-    _, err = process.communicate(timeout=kills.SECONDS)
+    _, err = process.communicate(timeout=kills.RUN_SECONDS)
     assert process.returncode == 2
     assert err.startswith("hdet train: shards=2 with --engine ddp")
     assert err.count("\n") == 1
@@ -92,7 +92,7 @@ def under_srun(words: list[str]) -> None:
         for r in range(2)
     ]
     try:
-        assert [task.wait(timeout=kills.SECONDS) for task in tasks] == [0, 0]
+        assert [task.wait(timeout=kills.RUN_SECONDS) for task in tasks] == [0, 0]
     finally:
         for task in tasks:
             task.kill()

@@ -46,10 +46,10 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: st
     assert whole == {"log.jsonl", *(f"step-{s:08d}" for s in [*range(8, STEPS, 8), STEPS])}
 
 
-def test_a_race_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    """Heats of two steps see nothing, so the race is blind and longest.
+def test_a_search_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    """Trials of two steps cannot rank rates, so the search takes its longest form.
 
-    At the resume the probe must see neither the fresh weights nor leave them behind.
+    At the resume the probe must neither use the fresh weights nor leave them in the model.
     """
     end = ["--stop-at", "72"]
     kills.finish([*kills.command(tmp_path, "fsdp race", "whole", 600), *end])
