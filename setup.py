@@ -8,11 +8,17 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "triton": ["triton>=3.5"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
-    "report": ["rich>=13", "matplotlib>=3.8"],
+    "report": ["rich>=13"],
     "boards": ["tensorboard>=2.18", "wandb>=0.19"],
     "hf": ["transformers>=5.0", "accelerate>=1.10"],
     "lightning": ["lightning>=2.5"],
-    "bench": ["scikit-learn>=1.5", "prodigyopt>=1.1", "dadaptation>=3.2", "schedulefree>=1.4"],
+    "bench": [
+        "scikit-learn>=1.5",
+        "prodigyopt>=1.1",
+        "dadaptation>=3.2",
+        "schedulefree>=1.4",
+        "matplotlib>=3.8",
+    ],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"],
     "dev": ["ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
 }

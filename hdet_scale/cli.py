@@ -1,8 +1,10 @@
-"""`hdet`: the commands.
+"""`hdet COMMAND [options]`: the command line of the package.
 
-hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4 --run runs/first
-hdet report runs/first -o report.html
-hdet plan 70B --gpus 1024
+    hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4 --run runs/first
+    hdet report runs/first -o report.html
+    hdet plan 70B --gpus 1024
+
+Each command has a `main(argv)` in a module of its own, which is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -13,25 +15,29 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train.command"),
-    "report": ("one page that shows what the replicas of a run found", "runs.report"),
-    "replay": ("the schedule that a run discovered, to be run again without HDET", "runs.replay"),
-    "doctor": ("try what this machine can run, and say what to do about what fails", "doctor"),
-    "demo": ("plain DDP beside HDET on this machine's CPU: a table and a picture", "demo"),
-    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan.estimate"),
+    "report": ("write a page that shows what the replicas of a run found", "runs.report"),
+    "replay": ("write the schedule that a run found, to run it without HDET", "runs.replay"),
+    "doctor": ("try what this machine can run, and say what to do about failures", "doctor"),
+    "demo": ("train with plain DDP and with HDET on this CPU, and compare them", "demo"),
+    "plan": ("estimate memory and time of a model on a cluster, and choose", "plan.estimate"),
     "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
-"""Name: what it does, and the module whose `main` it is; imported only when it is asked for."""
+"""Name: what the command does, and the module in hdet_scale that has its `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the command; 2 for a command that is not there."""
+    """Run a command and return its exit code; 2 if there is no such command.
+
+    Args:
+        argv: the command and its options. Default: those of this process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print("usage: hdet COMMAND [options]\n")
         print("\n".join(f"  {n:8} {text}" for n, (text, _) in COMMANDS.items()))
         print("\nexample: hdet train --run runs/first && hdet report runs/first -o report.html")
-        print("hdet COMMAND --help tells the options of one.")
+        print("hdet COMMAND --help lists the options of a command.")
         return 0
     if name not in COMMANDS:
         print(f"hdet: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)

@@ -1,15 +1,13 @@
-"""The demo: plain DDP, then HDET, on the source of Python's standard library; a table, a picture,
-and the report of the two runs.
+"""`hdet demo`: plain DDP, then HDET, on the source of Python's standard library.
 
-Both runs start from the same weights and draw the same batches with the same AdamW; the only
-difference is the scheduler: torch's OneCycleLR, and OneCycleAutoLR in its place.
+Both runs start from the same weights and draw the same batches with the same AdamW. The only
+difference is the scheduler: torch's OneCycleLR, and OneCycleAutoLR in its place. The demo prints a
+table and writes the report of the two runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import itertools
 import math
 import statistics
 import sys
@@ -45,27 +43,27 @@ LOG_STEPS = 5
 LAST_SHARE = 0.1
 """The part of a run whose mean is its final training loss."""
 COUNTED_SHARE = 0.02
+"""The table compares bases where the schedule is above this share of its peak."""
 VALIDATION_BATCHES = 64
 SIGMA = 0.002
-"""loss_scale of the paper rule: the authors' value, named since it is told at the end."""
+"""loss_scale of the paper rule: the authors' value, which the text below the table repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the two runs share."""
+    """What the two runs have in common."""
 
     steps: int = 400
     """Optimizer steps of each run."""
     interval: int = 10
     """T: steps of a round."""
     max_lr: float = 2e-3
-    """Peak of the schedule: cautious. Plain runs of 600 steps, one seed, ended lower with each of
-    0.0005, 0.001, 0.002 and 0.004; higher ones were not tried at that length."""
+    """Peak of the schedule, on the low side."""
     spread: float = 1 / 9
     """Replicas' learning rates lie within this share of the base."""
     decay: str = "schedule"
-    """How HDET's base falls. "schedule": with the shape that the plain run has, so that only the
-    exploring differs. "floor": by a constant factor a round, which is soon far below it."""
+    """How HDET's base falls. "schedule": with the shape of the plain run's schedule. "floor": by a
+    constant factor a round, which is soon far below it."""
     seed: int = 0
     """Of weights, batches and assignments."""
     replicas: int = 4
@@ -75,7 +73,7 @@ class Settings:
     sequences: int = 8
     """Sequences of a replica's batch."""
     out: Path = Path("runs/demo")
-    """Where the logs of the two runs, the picture and the report go."""
+    """Where the logs of the two runs and the report go."""
 
     def __post_init__(self) -> None:
         if self.steps < 10:
@@ -91,7 +89,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What replica 0 says after a step."""
+    """What replica 0 sends after a step."""
 
     run: str
     step: int
@@ -106,8 +104,6 @@ class Run:
     name: str
     losses: list[list[float]] = field(default_factory=list)
     """Training loss of each replica at each step."""
-    rates: list[list[float]] = field(default_factory=list)
-    """Learning rate that each replica used at each step."""
     bases: list[float] = field(default_factory=list)
     """The base at each step."""
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -120,25 +116,10 @@ class Run:
     """Of them, in the scheduler at the end of rounds: check, exchange, averaging, steering."""
 
     @property
-    def mean_losses(self) -> list[float]:
-        """At each step the mean over the replicas."""
-        return [statistics.fmean(row) for row in zip(*self.losses, strict=True)]
-
-    @property
     def training(self) -> float:
         """The mean over the replicas and the last tenth of the run."""
-        losses = self.mean_losses
+        losses = [statistics.fmean(row) for row in zip(*self.losses, strict=True)]
         return statistics.fmean(losses[-max(1, round(LAST_SHARE * len(losses))) :])
-
-    @property
-    def counted(self) -> list[float]:
-        """The base; NaN where it is below 2 % of its highest and a step changes next to nothing,
-        so that a ratio to it would say nothing."""
-        least = COUNTED_SHARE * max(self.bases)
-        return [base if base >= least else math.nan for base in self.bases]
-
-
-# -- in the workers -----------------------------------------------------------------------------
 
 
 def train_both(send: Send, settings: Settings) -> None:
@@ -161,46 +142,46 @@ def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: S
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.on_round(run.rounds.append)
         if log is not None:
-            scheduler.on_round(log.round)
+            scheduler.on_record(log.record)
     dist.barrier()
     begin = time.perf_counter()
-    losses, rates = torch.zeros(2, settings.steps, dtype=torch.float64)
+    losses: list[float] = []
+    shape = {"size": settings.sequences, "context": model.config.context, "seed": settings.seed}
     for step in range(settings.steps):
-        rates[step] = optimizer.param_groups[0]["lr"]
         run.bases.append(_base(scheduler))
-        loss = wrapped(*_batch(text, model.config, step, replicas.rank, settings))
+        loss = wrapped(*batch(text.train, **shape, step=step, rank=replicas.rank))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses[step] = loss.detach()
+        losses.append(loss.item())
         run.converge_seconds += _advance(scheduler, loss.detach())
         _sample(log, step + 1, loss.detach(), run.bases, replicas)
-        tell(Progress(run=name, step=step + 1, loss=loss.item(), base=run.bases[-1]))
+        tell(Progress(run=name, step=step + 1, loss=losses[-1], base=run.bases[-1]))
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.finalize()
     if log is not None:
         log.end(settings.steps)
         log.close()
     run.seconds = time.perf_counter() - begin
-    run.losses, run.rates = _gathered(losses, replicas), _gathered(rates, replicas)
+    run.losses = replicas.exchange(losses, torch.device("cpu"))
     run.validation = _validate(model, text, replicas, settings)
     return run
 
 
 def _log(name: str, settings: Settings, replicas: Replicas) -> RunLog | None:
-    """Of replica 0."""
+    """The log of a run, on replica 0."""
     if replicas.rank != 0:
         return None
     log = RunLog(settings.out / FOLDERS[name])
-    told = {"engine": "ddp", "size": settings.size, "replicas": replicas.size, "shards": 1}
-    log.begin({**told, "seed": settings.seed, "interval": settings.interval})
+    about = {"engine": "ddp", "size": settings.size, "replicas": replicas.size, "shards": 1}
+    log.begin({**about, "seed": settings.seed, "interval": settings.interval})
     return log
 
 
 def _sample(
     log: RunLog | None, step: int, loss: Tensor, bases: Sequence[float], replicas: Replicas
 ) -> None:
-    """Every few steps the mean loss of the replicas, and the bases since the line before."""
+    """Every few steps, log the mean loss of the replicas and the bases since the last line."""
     if step % LOG_STEPS:
         return
     mean = statistics.fmean(row[0] for row in replicas.exchange([float(loss)], loss.device))
@@ -208,27 +189,14 @@ def _sample(
         log.step(step, mean, {"lr/group0": bases[-LOG_STEPS:]})
 
 
-def _batch(
-    text: Text, config: GPTConfig, step: int, rank: int, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    return batch(
-        text.train,
-        size=settings.sequences,
-        context=config.context,
-        seed=settings.seed,
-        step=step,
-        rank=rank,
-    )
-
-
 def _scheduler(name: str, optimizer: AdamW, settings: Settings) -> OneCycleLR:
-    """The one difference between the runs."""
+    """The only difference between the runs."""
     if name == PLAIN:
         return OneCycleLR(optimizer, settings.max_lr, settings.steps, pct_start=0.1)
     return OneCycleAutoLR(
         optimizer,
-        settings.max_lr,
-        settings.steps,
+        max_lr=settings.max_lr,
+        total_steps=settings.steps,
         pct_start=0.1,
         auto_lr_warmup_steps=0,
         ensemble_lr_spread_ratio=settings.spread,
@@ -247,7 +215,7 @@ def _base(scheduler: OneCycleLR) -> float:
 
 
 def _advance(scheduler: OneCycleLR, loss: Tensor) -> float:
-    """Step the scheduler; the seconds of it when that was a converge."""
+    """Step the scheduler; the seconds of it if that was a converge, else 0."""
     if not isinstance(scheduler, OneCycleAutoLR):
         scheduler.step()
         return 0.0
@@ -256,32 +224,18 @@ def _advance(scheduler: OneCycleLR, loss: Tensor) -> float:
     return time.perf_counter() - begin if scheduler.at_boundary else 0.0
 
 
-def _gathered(mine: Tensor, replicas: Replicas) -> list[list[float]]:
-    rows = [torch.empty_like(mine) for _ in range(replicas.size)]
-    dist.all_gather(rows, mine, group=replicas.group)
-    return [row.tolist() for row in rows]
-
-
 @torch.no_grad()
 def _validate(model: GPT, text: Text, replicas: Replicas, settings: Settings) -> float:
     """The mean loss over windows of all the held-out text; the replicas share the work."""
-    batches = evaluation(
-        text.validation,
-        size=4 * settings.sequences,
-        context=model.config.context,
-        batches=VALIDATION_BATCHES,
-    )
-    share = itertools.islice(batches, replicas.rank, None, replicas.size)
-    mine = [float(model(inputs, targets)) for inputs, targets in share]
+    shape = {"size": 4 * settings.sequences, "context": model.config.context}
+    batches = evaluation(text.validation, **shape, batches=VALIDATION_BATCHES)
+    mine = [float(model(*pair)) for pair in [*batches][replicas.rank :: replicas.size]]
     rows = replicas.exchange([math.fsum(mine), len(mine)], torch.device("cpu"))
     return math.fsum(total for total, _ in rows) / math.fsum(count for _, count in rows)
 
 
-# -- on the screen ------------------------------------------------------------------------------
-
-
 def watch(settings: Settings, console: Console) -> list[Run]:
-    """Start the workers, show how far they are, return the two runs."""
+    """Start the workers, show their progress, return the two runs."""
     runs: list[Run] = []
     show = _bars if console.is_terminal else _lines
     with show(settings, console) as update:
@@ -297,19 +251,11 @@ def watch(settings: Settings, console: Console) -> list[Run]:
 def _bars(settings: Settings, console: Console) -> Iterator[Callable[[Progress], None]]:
     from rich import progress as bar
 
-    columns = (
-        bar.TextColumn("{task.description:<9}"),
-        bar.BarColumn(bar_width=None),
-        bar.MofNCompleteColumn(),
-        bar.TextColumn("{task.fields[state]}"),
-        bar.TimeElapsedColumn(),
-        bar.TextColumn("left"),
-        bar.TimeRemainingColumn(),
-    )
-    with bar.Progress(*columns, console=console) as bars:
-        waiting = "loss -----  base LR --------"
+    done = ("{task.description:<9}", bar.BarColumn(bar_width=None), bar.MofNCompleteColumn())
+    time_left = (bar.TimeElapsedColumn(), "left", bar.TimeRemainingColumn())
+    with bar.Progress(*done, "{task.fields[state]}", *time_left, console=console) as bars:
         tasks = {
-            name: bars.add_task(name, total=settings.steps, start=False, state=waiting)
+            name: bars.add_task(name, total=settings.steps, start=False, state="waiting")
             for name in (PLAIN, HDET)
         }
 
@@ -328,15 +274,16 @@ def _lines(settings: Settings, console: Console) -> Iterator[Callable[[Progress]
 
     def update(p: Progress) -> None:
         if p.step % every == 0 or p.step == settings.steps:
-            place = f"step {p.step:>4}/{settings.steps}"
-            print(f"{p.run:<9}  {place}  loss {p.loss:.3f}  base LR {p.base:.2e}", flush=True)
+            state = f"loss {p.loss:.3f}  base LR {p.base:.2e}"
+            print(f"{p.run:<9}  step {p.step:>4}/{settings.steps}  {state}", flush=True)
 
     yield update
 
 
 def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
     """The table: what is compared, the plain run, HDET."""
-    ratios = [b / s for b, s in zip(hdet.bases, plain.counted, strict=True) if not math.isnan(s)]
+    least = COUNTED_SHARE * max(plain.bases)
+    ratios = [b / s for b, s in zip(hdet.bases, plain.bases, strict=True) if s >= least]
     total = math.fsum(hdet.bases) / math.fsum(plain.bases)
     return [
         ("training loss, last tenth (nats/byte)", f"{plain.training:.4f}", f"{hdet.training:.4f}"),
@@ -351,7 +298,7 @@ def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
 
 
 def verdict(plain: Run, hdet: Run, settings: Settings) -> str:
-    """What the numbers say and what they do not."""
+    """What the numbers show and what they do not."""
     change = hdet.validation / plain.validation - 1
     noise = statistics.median(statistics.stdev(r.losses) for r in hdet.rounds)
     return (
@@ -366,7 +313,7 @@ def verdict(plain: Run, hdet: Run, settings: Settings) -> str:
 
 
 def show(plain: Run, hdet: Run, settings: Settings, console: Console) -> None:
-    """Print the table and the sentences below it."""
+    """Print the table and the text below it."""
     from rich.table import Table
 
     title = f"{settings.replicas} replicas, {settings.steps} steps, seed {settings.seed}"
@@ -380,59 +327,34 @@ def show(plain: Run, hdet: Run, settings: Settings, console: Console) -> None:
     console.print(verdict(plain, hdet, settings), highlight=False)
 
 
-# -- the command --------------------------------------------------------------------------------
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def parse(argv: Sequence[str] | None) -> Settings:
+    """The settings that the command line asks for; ValueError if they cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m hdet_scale.demo",
         description="Train a byte-level GPT on the source of Python's standard library with 4 "
-        "replicas on the CPU: plain DDP, then HDET. Ends with a table, a picture and a report.",
+        "replicas on the CPU: plain DDP, then HDET. Ends with a table and a report.",
         epilog="example: python -m hdet_scale.demo --steps 200 --lr 0.006",
     )
     default = Settings()
-    parser.add_argument("--steps", type=int, default=default.steps, help="steps of each run")
-    parser.add_argument("--interval", type=int, default=default.interval, help="T, steps a round")
-    parser.add_argument("--lr", type=float, default=default.max_lr, help="peak of the schedule")
-    parser.add_argument(
-        "--decay",
-        choices=("schedule", "floor"),
-        default=default.decay,
-        help="how HDET's base falls: as the schedule, or by a constant factor a round to its floor",
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and batches")
-    parser.add_argument("--out", type=Path, default=default.out, help="folder of what it writes")
-    return parser.parse_args(argv)
-
-
-def require(*modules: str) -> None:
-    """An error before the work starts, when what shows its result is missing."""
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                f"the demo needs {name}, which is not there: pip install hdet_scale[report]"
-            ) from error
+    add = parser.add_argument
+    add("--steps", type=int, default=default.steps, help="steps of each run")
+    add("--interval", type=int, default=default.interval, help="T, steps a round")
+    add("--lr", type=float, default=default.max_lr, help="peak of the schedule")
+    decay = "how HDET's base falls: as the schedule, or by a constant factor a round to its floor"
+    add("--decay", choices=("schedule", "floor"), default=default.decay, help=decay)
+    add("--seed", type=int, default=default.seed, help="of weights and batches")
+    add("--out", type=Path, default=default.out, help="folder of what it writes")
+    options = vars(parser.parse_args(argv))
+    return Settings(max_lr=options.pop("lr"), **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit code."""
-    options = parse(argv)
+    """Run the demo and return its exit code: 0 done, 1 failed, 130 Ctrl-C."""
     try:
-        settings = Settings(
-            steps=options.steps,
-            interval=options.interval,
-            max_lr=options.lr,
-            decay=options.decay,
-            seed=options.seed,
-            out=options.out,
-        )
+        settings = parse(argv)
     except ValueError as error:
         return _fail(error)
     try:
-        require("rich", "matplotlib")
         _run(settings)
     except (ModuleNotFoundError, OSError, WorkerError) as error:
         return _fail(error)
@@ -448,16 +370,18 @@ def _fail(error: Exception) -> int:
 
 
 def _run(settings: Settings) -> None:
-    from rich.console import Console
-
-    from hdet_scale.picture import draw
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "the demo needs rich, which is not installed: pip install hdet_scale[report]"
+        ) from error
     from hdet_scale.runs import report
 
     console = Console()
     runs = [settings.out / folder for folder in FOLDERS.values()]
     for run in runs:
         (run / FILE).unlink(missing_ok=True)
-    begin = time.perf_counter()
     parameters = GPTConfig.named(settings.size).parameters
     console.print(
         f"A GPT of {parameters:,} parameters on the source of Python's standard library, "
@@ -466,10 +390,8 @@ def _run(settings: Settings) -> None:
     )
     plain, hdet = watch(settings, console)
     show(plain, hdet, settings, console)
-    picture, page = settings.out / "demo.png", settings.out / "report.html"
-    draw(plain, hdet, picture)
+    page = settings.out / "report.html"
     page.write_text(report.page([read(run) for run in runs]), encoding="utf-8")
-    print(f"picture: {picture}   ({time.perf_counter() - begin:.0f} seconds in all)")
     print(f"report:  {page}   open it in a browser")
 
 

@@ -1,6 +1,7 @@
-"""`hdet doctor`: what this machine can run, tried and not guessed, and for each failure what to do.
+"""`hdet doctor`: try what this machine can run, and say for each failure what to do.
 
-An option that is not installed is told and is no failure; what is there and does not work is.
+An optional package that is not installed is reported and is no failure. One that is installed and
+does not work is a failure.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ DEEPSPEED = "0.19"
 OPTIONS = {
     "triton": ("triton", "fused kernels on a GPU"),
     "deepspeed": ("deepspeed", "hdet_scale.deepspeed"),
-    "rich": ("report", "progress bars"),
-    "matplotlib": ("report", "the demo's picture"),
+    "rich": ("report", "the demo and progress bars"),
     "tensorboard": ("boards", "--board tensorboard"),
     "wandb": ("boards", "--board wandb"),
     "transformers": ("hf", "hdet_scale.hf"),
@@ -40,18 +40,18 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: str
     """"ok", "absent" (not installed, nothing wrong) or "bad"."""
     found: str
     todo: str = ""
-    """What to do, where something is bad."""
+    """What to do, if the state is not "ok"."""
 
 
 def examine() -> Iterator[Finding]:
-    """Every check, in the order in which they are shown."""
+    """Run every check, in the order in which they are shown."""
     yield from (_python(), _torch(), *_options(), _devices(), _backends())
     yield _collective("gloo")
     if torch.cuda.device_count() > 1:
@@ -107,7 +107,7 @@ def _backends() -> Finding:
 
 
 def _sum(send: Send, backend: str) -> None:
-    """In a worker: a sum that every rank checks."""
+    """In a worker: an all-reduce whose sum every rank checks."""
     device = f"cuda:{dist.get_rank()}" if backend == "nccl" else "cpu"
     total = torch.full((1 << 18,), float(dist.get_rank() + 1), device=device)
     begin = time.perf_counter()
@@ -117,7 +117,7 @@ def _sum(send: Send, backend: str) -> None:
 
 
 def _collective(backend: str) -> Finding:
-    """Two real processes that add a megabyte."""
+    """An all-reduce of a megabyte between two real processes."""
     name = f"{backend}, 2 processes"
     try:
         told = list(messages(_sum, 2, backend, backend=backend))
@@ -163,7 +163,7 @@ def _deepspeed() -> Finding:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not version.startswith(DEEPSPEED + "."):
-        todo = f"pip install 'deepspeed=={DEEPSPEED}.*': what we build on is not in every version"
+        todo = f"pip install 'deepspeed=={DEEPSPEED}.*': hdet_scale uses internals of that version"
         return Finding(name, BAD, version, todo)
     try:
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -198,7 +198,12 @@ SIGNS = {OK: "ok  ", ABSENT: "-   ", BAD: "BAD "}
 def main(
     argv: Sequence[str] | None = None, checks: Callable[[], Iterator[Finding]] = examine
 ) -> int:
-    """Print the findings; 1 when something is there and does not work."""
+    """Print the findings and return the exit code: 1 if something installed does not work, else 0.
+
+    Args:
+        argv: the words after `hdet doctor`. Default: those of this process.
+        checks: what to run. Default: every check.
+    """
     parser = argparse.ArgumentParser(
         prog="hdet doctor",
         description="Try what this machine can run: versions, GPUs, a collective of two processes, "

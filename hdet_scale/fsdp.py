@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +371,50 @@ def _searches(scheduler: LRScheduler, config: HDETConfig | None, replicas: Repli
 
 def _dtensors(model: nn.Module) -> Iterator[Any]:
     return (p for p in model.parameters() if hasattr(p, "device_mesh"))
+
+
+def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The slices of model and optimizer that this rank holds. Every rank calls.
+
+    `Checkpoint` writes one state for all replicas. In the middle of a round the replicas have
+    diverged, and each rank saves its own slices to a file of its own.
+
+    Returns:
+        {"model": ..., "optimizer": ...} with local tensors in place of DTensors. They share memory
+        with the model and the optimizer: write them before the next step.
+
+    Limitations:
+        It can be loaded only with the same number of ranks and the same sharding.
+    """
+    states = get_state_dict(model, optimizer)
+    return {k: _local(v) for k, v in zip(("model", "optimizer"), states, strict=True)}
+
+
+def load_local_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `local_state` returned on this rank; other keys are ignored. Every rank calls."""
+    live_model, live_optimizer = get_state_dict(model, optimizer)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=_filled(live_model, state["model"]),
+        optim_state_dict=_filled(live_optimizer, state["optimizer"]),
+    )
+
+
+def _local(value: Any) -> Any:
+    """A state with this rank's slices in place of the sharded tensors."""
+    if isinstance(value, dict):
+        return {k: _local(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_local(v) for v in value]
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _filled(live: Any, saved: Any) -> Any:
+    """`saved` in the shape of a live state: slices are written into its sharded tensors."""
+    if isinstance(live, dict):
+        return {k: _filled(v, saved[k]) for k, v in live.items()}
+    if isinstance(live, DTensor):
+        live.to_local().copy_(saved)
+        return live
+    return saved

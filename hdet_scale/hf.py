@@ -133,7 +133,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                     "interval": self.config.interval,
                 }
             )
-            self.scheduler.on_round(self._log.round)
+            self.scheduler.on_record(self._log.record)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The base that the step is going to use."""
@@ -179,7 +179,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         """What is new since the last line; without a loss where the Trainer has not logged one."""
         if self._log is None or not self._bases:
             return
-        names = [f.name for f in self.scheduler._round.factors]
+        names = self.scheduler.factor_names
         columns = zip(names, zip(*self._bases, strict=True), strict=True)
         self._log.step(step, loss, dict(columns))
         self._bases.clear()

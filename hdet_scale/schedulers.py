@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hdet_scale.config import HDETConfig, with_authors_names
 from hdet_scale.ddp import engine_for
 from hdet_scale.engines.engine import Engine
-from hdet_scale.factors import Factor, check_factors, learning_rates
+from hdet_scale.factors.learning_rate import learning_rates
+from hdet_scale.factors.space import Factor, check_factors
 from hdet_scale.method.losses import check_loss
 from hdet_scale.method.paper import Descent
 from hdet_scale.phases.build import check_search, make_run
@@ -275,8 +276,9 @@ class AutoLR(PhasedScheduler, LRScheduler):
                 "decay='floor' needs a schedule with a known floor: AutoLR follows the scheduler "
                 "it is given; use decay='schedule', or OneCycleAutoLR"
             )
-        if config.total_steps is None and isinstance(getattr(scheduler, "total_steps", None), int):
-            config = dataclasses.replace(config, total_steps=scheduler.total_steps)
+        known = getattr(scheduler, "total_steps", None)
+        if config.total_steps is None and isinstance(known, int):
+            config = dataclasses.replace(config, total_steps=known)
         check_search(config, factors)
         engine = engine or engine_for(
             self.optimizer, model, replicas, buffers=config.converge.buffers

@@ -4,9 +4,10 @@
     x  <- x + attention(norm(x));  x <- x + mlp(norm(x))          in each layer
     out = norm(x) E'
 
-Attention is torch's scaled_dot_product_attention, which takes a flash kernel where there is one.
-Weights are a pure function of (seed, name): every rank builds the same model, whatever its
-device, and the global random generators are not touched.
+E is the token embedding and P the position embedding. Attention is torch's
+scaled_dot_product_attention, which uses a flash kernel if there is one. Weights are a pure function
+of (seed, name): every rank builds the same model on any device, and the global random generators
+are not touched.
 """
 
 from __future__ import annotations
@@ -54,14 +55,18 @@ class GPTConfig:
 
     @classmethod
     def named(cls, size: str, **changes: int) -> GPTConfig:
-        """A size by its name, with changes: `GPTConfig.named("125m", context=2048)`."""
+        """A size by its name, with changes: `GPTConfig.named("125m", context=2048)`.
+
+        Raises:
+            ValueError: if there is no such size.
+        """
         if size not in SIZES:
             raise ValueError(f"no size called {size!r}: choose one of {list(SIZES)}")
         return dataclasses.replace(SIZES[size], **changes)
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has: embeddings, 12 width^2 a layer, norms."""
+        """The number of parameters: embeddings, 12 width^2 a layer, norms."""
         blocks = self.layers * (12 * self.width**2 + 2 * self.width)
         return (self.vocabulary + self.context) * self.width + blocks + self.width
 
@@ -75,12 +80,12 @@ SIZES = {
     "760m": GPTConfig(layers=24, width=1536, heads=16),
     "1.3b": GPTConfig(layers=24, width=2048, heads=16, context=2048),
 }
-"""From one that a laptop trains in a minute to the sizes of the GPT-3 family. Parameter counts in
-the names are with that family's vocabulary of 50 k tokens; over bytes the small ones are less."""
+"""From one that a laptop trains in a minute to the sizes of the GPT-3 family. The names give the
+number of parameters with that family's vocabulary of 50 k tokens; with bytes it is smaller."""
 
 
 class Linear(nn.Linear):
-    """Without a bias, and without torch's own draw of the weights: GPT.init_weights draws."""
+    """Without a bias, and without torch's own initialisation: GPT.init_weights does it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -90,7 +95,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Likewise left to GPT.init_weights."""
+    """Without torch's own initialisation: GPT.init_weights does it."""
 
     def reset_parameters(self) -> None:
         pass
@@ -132,7 +137,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. On the meta device nothing is drawn: call `init_weights` after to_empty."""
+    """The model.
+
+    Args:
+        config: its shape.
+        seed: of the weights. Default 0.
+
+    Limitations:
+        On the meta device no weights are drawn: call `init_weights` after `to_empty`.
+    """
 
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -146,8 +159,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """N(0, 0.02^2); the products that write to the residual stream by 1 / sqrt(2 layers)
-        smaller, so that its variance does not grow with the depth; norms at 1."""
+        """Draw the weights from N(0, 0.02^2) and set norms to 1.
+
+        Weights that write to the residual stream are smaller by 1 / sqrt(2 layers), so that its
+        variance does not grow with the depth.
+        """
         into_residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, p in self.named_parameters():
             if p.dim() < 2:
@@ -159,7 +175,12 @@ class GPT(nn.Module):
             p.copy_(drawn * (into_residual if residual else 0.02))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits; with targets the mean cross-entropy, in nats a token."""
+        """Return the logits, or with targets the mean cross-entropy in nats a token.
+
+        Args:
+            tokens: int64 [batch, length], at most `config.context` long.
+            targets: the same shape. Default None.
+        """
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Text as bytes: a token is a byte, so that any file is training data without a tokenizer. Or a
-file of tokens that a tokenizer has made, mapped into memory.
+"""Text: training data from the bytes of any files, or from a file of tokens mapped into memory.
 
-The bytes of all files lie one behind the other in one uint8 tensor, one byte a token; the last
-part is held out for validation. A batch is a pure function of (seed, step, rank): a resumed run
-draws what the first run would have drawn, and no global random generator is touched.
+A byte is a token, so that no tokenizer is needed. The bytes of all files are concatenated in one
+uint8 tensor, whose end is held out for validation. A batch is a pure function of (seed, step,
+rank): a resumed run draws what the unbroken run would have drawn, and no global random generator is
+touched.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from hdet_scale.method.spread import stream_seed
 
 TOKEN_TYPES = {"uint8": torch.uint8, "uint16": torch.int16, "uint32": torch.int32}
-"""How a token file is mapped: torch can index the signed types of the same width, and a negative
-number is lifted back when a batch is drawn."""
+"""How a token file is mapped. torch indexes only signed types of these widths; a negative number
+becomes the unsigned one when a batch is drawn."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders below the standard library that hold other people's code, or tests with long tables."""
 
 
 def standard_library() -> list[Path]:
-    """The .py files of this Python's standard library, in the order of their path in it."""
+    """The .py files of this Python's standard library, sorted by their path in it."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
     for folder, below, names in os.walk(root):
@@ -44,16 +44,21 @@ def standard_library() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bytes to train on and bytes held out; two views of the same memory."""
+    """Tokens to train on and tokens held out: two views of the same memory."""
 
     train: Tensor
-    """uint8, what batches are drawn from."""
+    """What batches are drawn from; uint8 if the tokens are bytes."""
     validation: Tensor
-    """uint8, the end of the text, never trained on."""
+    """The end of the text, never trained on."""
 
     @classmethod
     def read(cls, paths: Iterable[str | Path], *, held_out: float = 0.05) -> Text:
-        """The files' bytes in the order given; the last `held_out` share is for validation."""
+        """Concatenate the bytes of files.
+
+        Args:
+            paths: of the files, in order.
+            held_out: the share at the end that is for validation. Default 0.05.
+        """
         if not 0 <= held_out < 1:
             raise ValueError(
                 f"held_out must be a share in [0, 1), got {held_out}; the default is 0.05"
@@ -69,7 +74,13 @@ class Text:
     def mapped(
         cls, path: str | Path, token_type: str = "uint16", *, held_out: float = 0.05
     ) -> Text:
-        """A file of raw little-endian tokens, mapped and not read: it may be larger than memory."""
+        """Map a file of raw little-endian tokens, which may be larger than memory.
+
+        Args:
+            path: of the file.
+            token_type: "uint8", "uint16" (default) or "uint32".
+            held_out: the share at the end that is for validation. Default 0.05.
+        """
         if token_type not in TOKEN_TYPES:
             raise ValueError(f"token_type must be one of {list(TOKEN_TYPES)}, got {token_type!r}")
         if not Path(path).is_file():
@@ -94,7 +105,17 @@ class Text:
 def batch(
     tokens: Tensor, *, size: int, context: int, seed: int, step: int, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 [size, context]: random windows of (seed, step, rank) alone."""
+    """Draw random windows: inputs and targets, int64 [size, context].
+
+    Args:
+        tokens: of a `Text`.
+        size: windows of the batch.
+        context: tokens of a window.
+        seed, step, rank: the windows depend on these three alone.
+
+    Raises:
+        ValueError: if the text is shorter than a window and its target.
+    """
     last = _last_start(tokens, context)
     generator = torch.Generator().manual_seed(stream_seed(seed, "batch", step, rank))
     starts = torch.randint(last + 1, (size,), generator=generator)
@@ -104,7 +125,14 @@ def batch(
 def evaluation(
     tokens: Tensor, *, size: int, context: int, batches: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same `batches` batches each time: windows at equal distances over the whole text."""
+    """Yield the same batches each time: windows at equal distances over the whole text.
+
+    Args:
+        tokens: of a `Text`.
+        size: windows of a batch.
+        context: tokens of a window.
+        batches: how many to yield.
+    """
     last = _last_start(tokens, context)
     starts = torch.linspace(0, last, size * batches, dtype=torch.float64).long()
     for some in starts.split(size):

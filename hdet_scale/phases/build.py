@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.engines.engine import Engine
-from hdet_scale.factors import Factor
+from hdet_scale.factors.space import Factor
 from hdet_scale.method.paper import Descent, PaperRule, PaperSteering
 from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.plain import Plain

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.engines.engine import Engine
-from hdet_scale.factors import Factor
+from hdet_scale.factors.space import Factor
 from hdet_scale.method.records import ProbeRecord, Record
 from hdet_scale.search.probe import Probe
 from hdet_scale.topology import Replicas
@@ -34,8 +34,10 @@ STATE_VERSION = 2
 class Steering(Protocol):
     """The shared base of each factor, and what moves it: the paper's rule or one with a probe."""
 
-    spread: float
-    """a of the round under way."""
+    @property
+    def spread(self) -> float:
+        """a of the round under way."""
+        ...
 
     def bases(self, schedule: Sequence[float]) -> list[float]: ...
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hdet_scale.factors import Factor
+from hdet_scale.factors.space import Factor
 from hdet_scale.method.records import ProbeRecord
 from hdet_scale.rules.designs import levels
 from hdet_scale.rules.sums import Sums

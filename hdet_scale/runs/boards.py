@@ -86,7 +86,7 @@ def round_scalars(record: RoundRecord) -> dict[str, float]:
     """A round under the stable keys; what is not a finite number is left out."""
     found = {_key("base_", name): value for name, value in record.bases.items()}
     found |= {f"hdet/velocity/{_place(n)}": v for n, v in record.velocities.items()}
-    for name, value in record.evidence.items():
+    for name, value in (record.probe.evidence if record.probe else {}).items():
         # A factor's name alone stands for the slope along it, in standard errors.
         found[f"hdet/slope/{_place(name)}" if name in record.bases else f"hdet/{name}"] = value
     for name, values in record.values.items():

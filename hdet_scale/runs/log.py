@@ -74,11 +74,11 @@ class RunLog:
         self._write("step", step, told)
         self._show(step_scalars(loss, {k: v[-1] for k, v in bases.items() if v}, numbers), step)
 
-    def round(self, record: RoundRecord) -> None:
-        """A round, as `scheduler.on_round` tells it: every field of the record."""
-        values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        self._write("round", values.pop("step"), values)
-        self._show(round_scalars(record), record.step)
+    def record(self, record: Any) -> None:
+        values = dataclasses.asdict(record)
+        self._write(record.kind, values.pop("step"), values)
+        if record.kind == "round":
+            self._show(round_scalars(record), record.step)
 
     def event(self, event: str, text: str, step: int | None = None) -> None:
         """Something that happened once: a checkpoint, a stop, a message of the library."""

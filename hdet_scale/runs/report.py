@@ -22,7 +22,7 @@ from typing import Any
 
 from hdet_scale.runs.searched import PHASE, race_of, steps_of_race, watch_of
 from hdet_scale.runs.log import Log, plain, read
-from hdet_scale.search.watch import PHASE as WATCH
+WATCH = "watch"
 
 POINTS = 2000
 """Rounds, and sampled steps, that a figure shows; beyond them groups are formed."""

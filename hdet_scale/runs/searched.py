@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hdet_scale.runs.log import Log
-from hdet_scale.search.watch import PHASE as WATCH
+WATCH = "watch"
 
 PHASE = "race"
 

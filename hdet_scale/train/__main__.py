@@ -1,4 +1,4 @@
-"""`python -m hdet_scale.train`: the same as `hdet train`, one rank under a launcher."""
+"""`python -m hdet_scale.train`: the same as `hdet train`; under a launcher, one rank of it."""
 
 from hdet_scale.train.command import main
 

@@ -1,4 +1,4 @@
-"""The training job on DeepSpeed."""
+"""DeepSpeedJob: the training job on DeepSpeed, ZeRO 0 to 3."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from torch import Tensor
 
 from hdet_scale import deepspeed
 from hdet_scale.models.gpt import GPT
-from hdet_scale.train.saving import Kept, writing
+from hdet_scale.train.saving import CheckpointInfo, writing
 
 
-def with_asked(
+def with_overrides(
     config: Mapping[str, Any], hdet: Mapping[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The DeepSpeed config with what the command line says over it."""
+    """A copy of a DeepSpeed config with the options of the command line in place of its own.
+
+    Args:
+        config: DeepSpeed's JSON.
+        hdet: options that replace those of its "hdet" block and of the scheduler's parameters.
+        args: the command line, for --lr, --steps, --bf16 and --accumulation.
+
+    Raises:
+        ValueError: for --replay, since DeepSpeed's JSON names its own scheduler.
+    """
     if args.replay is not None:
-        raise ValueError("--replay goes with --engine ddp or fsdp; DeepSpeed's JSON names its own")
+        raise ValueError(
+            f"--replay {args.replay} with --engine deepspeed, whose JSON names its own scheduler: "
+            "use --engine ddp or fsdp"
+        )
     made = copy.deepcopy(dict(config))
     params = made.get("scheduler", {}).get("params", {})
     made["hdet"] = {**made.get("hdet", {}), **hdet}
@@ -40,7 +52,12 @@ def with_asked(
 
 
 class DeepSpeedJob:
-    """A GPT in a DeepSpeed engine; the JSON says everything else."""
+    """A GPT in a DeepSpeed engine. Implements `Job`; every rank calls every method.
+
+    Args:
+        config: DeepSpeed's JSON with an "hdet" block. It sets everything but the model.
+        model: with the same weights on every rank.
+    """
 
     def __init__(self, config: dict[str, Any], model: GPT) -> None:
         self.engine, _, _, self.scheduler = deepspeed.initialize(
@@ -78,16 +95,20 @@ class DeepSpeedJob:
         return loss
 
     def save(self, run: Path) -> None:
-        kept = Kept(engine="deepspeed", ranks=dist.get_world_size(), apart=False)
-        with writing(run, self.step, kept) as folder:
+        with writing(run, self.step, self._info()) as folder:
             self.engine.save_checkpoint(str(run), tag=folder.name, save_latest=False)
         if dist.get_rank() == 0:
-            # What DeepSpeed's own tools read, in one move: a kill leaves the old one or the new.
+            # DeepSpeed's own tools read this file. It is replaced in one move, so that a kill
+            # leaves either the old one or the new one.
             fresh = run / "latest.fresh"
             fresh.write_text(f"step-{self.step:08d}", encoding="utf-8")
             os.replace(fresh, run / "latest")
 
     def resume(self, folder: Path) -> None:
-        now = Kept(engine="deepspeed", ranks=dist.get_world_size(), apart=False)
-        Kept.read(folder).check(now, folder)
+        CheckpointInfo.read(folder).check(self._info(), folder)
         self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+
+    def _info(self) -> CheckpointInfo:
+        """`diverged` is False: in the middle of a round the engine itself writes each replica's
+        own state, and checks it when it loads."""
+        return CheckpointInfo(engine="deepspeed", ranks=dist.get_world_size(), diverged=False)

@@ -1,4 +1,4 @@
-"""Progress of a run on the screen: a bar on a terminal, plain lines elsewhere, JSON for scripts."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, JSON lines for scripts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from typing import Any
 Show = Callable[[dict[str, Any]], None]
 
 LINE_SECONDS = 2.0
-"""Between two plain lines."""
+"""Least time between two plain lines of steps."""
 
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Show]:
-    """What to call with each message of a run: its `kind` is "step", "round", "event" or "end"."""
+    """Yield the function to call with each message of a run.
+
+    A message is a dict whose `kind` is "step", "round", "event" or "end".
+
+    Args:
+        as_json: print each message as a line of JSON. Otherwise: a bar if the output is a terminal
+            and rich is installed, plain lines if not.
+    """
     if as_json:
         yield lambda message: print(json.dumps(message), flush=True)
     elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
@@ -29,7 +36,7 @@ def shown(as_json: bool) -> Iterator[Show]:
 
 
 def describe(step: dict[str, Any]) -> str:
-    """A step in words."""
+    """A message of kind "step" as one line of text."""
     parts = [
         f"loss {step['loss']:.4f}" if step["loss"] is not None else "loss not finite",
         f"base LR {step['base']:.3e} ({step['change']:+.1%} on the schedule)",

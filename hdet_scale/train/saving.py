@@ -1,10 +1,10 @@
-"""Checkpoints of a run: a folder for each, whole once it has its name.
+"""Checkpoints of a run: one folder each, renamed when it is complete.
 
     RUN/partial-400/          while it is written
     RUN/step-00000400/        when every rank has written its part
     RUN/step-00000400/checkpoint.json
 
-A kill leaves at most a partial one, which nothing reads and the next start removes.
+A kill leaves at most a partial folder. No run loads it, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -18,57 +18,69 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-FILE = "checkpoint.json"
+INFO_FILE = "checkpoint.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What a reader must know before it opens a checkpoint."""
+class CheckpointInfo:
+    """What a run must know of a checkpoint before it loads it."""
 
     engine: str
+    """The --engine of the run that saved it."""
     ranks: int
-    apart: bool
+    """Its world size."""
+    diverged: bool
     """Saved in the middle of a round: every rank has its own file."""
 
     @classmethod
-    def read(cls, folder: Path) -> Kept:
-        return cls(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    def read(cls, folder: Path) -> CheckpointInfo:
+        """Read the info of a checkpoint."""
+        return cls(**json.loads((folder / INFO_FILE).read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        """Write it into the folder of a checkpoint."""
+        (folder / INFO_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
-    def check(self, now: Kept, folder: Path) -> None:
-        """Refuse what this run cannot continue."""
+    def check(self, now: CheckpointInfo, folder: Path) -> None:
+        """Raise ValueError if a run cannot continue from this checkpoint.
+
+        Args:
+            now: the engine and the ranks of the run.
+            folder: of this checkpoint, for the error.
+        """
         if self.engine != now.engine:
             raise ValueError(
                 f"{folder} was saved with --engine {self.engine} and this run has --engine "
                 f"{now.engine}: use the same engine"
             )
-        if self.apart and self.ranks != now.ranks:
+        if self.diverged and self.ranks != now.ranks:
             raise ValueError(
                 f"{folder} was saved by {self.ranks} ranks in the middle of a round and there are "
                 f"{now.ranks} now: use as many, or remove it to go on from the one before it"
             )
 
 
-def newest(run: Path) -> Path | None:
-    """The newest whole checkpoint."""
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None if there is none."""
     return max(run.glob("step-*"), default=None)
 
 
-def clear(run: Path) -> None:
-    """Remove what a kill has left half written."""
+def remove_partial(run: Path) -> None:
+    """Remove checkpoints that a kill left incomplete."""
     for partial in run.glob("partial-*"):
         shutil.rmtree(partial)
 
 
 @contextmanager
-def writing(run: Path, step: int, kept: Kept) -> Iterator[Path]:
-    """On every rank: the folder to write to; it gets its name when all have left the block."""
+def writing(run: Path, step: int, info: CheckpointInfo) -> Iterator[Path]:
+    """Yield the folder that every rank writes its part of a checkpoint to. Collective.
+
+    The folder gets its final name when all ranks have left the block.
+    """
     partial, whole, first = run / f"partial-{step}", run / f"step-{step:08d}", dist.get_rank() == 0
     if first:
         partial.mkdir(parents=True, exist_ok=True)
-        kept.write(partial)
+        info.write(partial)
     dist.barrier()
     yield partial
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The training job on torch alone: DDP, and FSDP2 over replicas x shards."""
+"""TorchJob: the training job on DDP, and on FSDP2 over replicas x shards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -25,21 +21,20 @@ from hdet_scale.config import HDETConfig
 from hdet_scale.models.gpt import GPT, Block
 from hdet_scale.optim.optimizers import FusedAdamW
 from hdet_scale.schedulers import AutoLR, ReplayLR
-from hdet_scale.search import marks
 from hdet_scale.topology import Replicas
-from hdet_scale.train.saving import Kept, writing
+from hdet_scale.train.saving import CheckpointInfo, writing
 
-DTYPES = ("fp32", "bf16")
+COMPUTE_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a run of ours decides beside HDET."""
+    """What the config file of a run says beside its "hdet" block."""
 
     batch: int = 8
-    """Sequences of a rank's micro-batch."""
+    """Sequences in a rank's micro-batch."""
     accumulation: int = 1
-    """Micro-batches of an optimizer step."""
+    """Micro-batches in an optimizer step."""
     clip: float = 1.0
     """Largest norm of a replica's gradient."""
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -47,8 +42,8 @@ class Recipe:
     schedule: dict[str, Any] = field(
         default_factory=lambda: {"max_lr": 1e-3, "total_steps": 1000, "cycle_momentum": False}
     )
-    """Arguments of OneCycleLR: the base before any steering. Or {"replay": file}: a schedule that
-    hdet replay wrote."""
+    """Arguments of OneCycleLR, the schedule that the base follows until a rule moves it. Or
+    {"replay": file}: a schedule that hdet replay wrote."""
     dtype: str = "fp32"
     """What forward and backward compute in: "fp32" or "bf16"; parameters stay fp32."""
 
@@ -57,12 +52,20 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype must be one of {list(COMPUTE_DTYPES)}, got {self.dtype!r}")
 
 
 class TorchJob:
-    """A GPT on DDP or FSDP2; every rank calls every method."""
+    """A GPT on DDP or FSDP2. Implements `Job`; every rank calls every method.
+
+    Args:
+        engine: "ddp" or "fsdp".
+        model: with the same weights on every rank.
+        recipe: batches, optimizer, schedule.
+        hdet: options of the replicas. On DDP every rank is a replica; on FSDP2 the default is one
+            shard a replica.
+    """
 
     def __init__(self, engine: str, model: GPT, recipe: Recipe, hdet: HDETConfig) -> None:
         self.engine, self.recipe = engine, recipe
@@ -113,9 +116,9 @@ class TorchJob:
                 f"{dist.get_world_size()} ranks: leave one of them out"
             )
         self._replicas = Replicas.from_mesh(mesh)
-        # A race keeps gradients local for a while, which HSDP's own all-reduce cannot.
+        # A search needs local gradients for a while, which HSDP's own all-reduce rules out.
         over = mesh["shard"] if hdet.gradients == "local" or hdet.searches else mesh
-        # Gradients are reduced in fp32 whatever the forward computes in.
+        # Gradients are reduced in fp32, also when the forward computes in bf16.
         bf16 = self.recipe.dtype == "bf16"
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
@@ -153,13 +156,13 @@ class TorchJob:
         return total
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        # Not through DDP's forward: the replicas are judged one by one.
+        # Not through DDP's forward, which synchronises replicas: each computes its own loss.
         model = self.model.module if self.engine == "ddp" else self.model
         loss: Tensor = model(inputs.to(self.device), targets.to(self.device))
         return loss
 
     def _sync(self, last: bool) -> None:
-        """Gradients cross ranks with the last micro-batch alone."""
+        """Reduce gradients over ranks only with the last micro-batch of a step."""
         if self.engine == "fsdp":
             self.model.set_requires_gradient_sync(last)
         elif self.scheduler.gradients == "shared":
@@ -167,30 +170,28 @@ class TorchJob:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def _kept(self, apart: bool = False) -> Kept:
-        return Kept(engine=self.engine, ranks=dist.get_world_size(), apart=apart)
+    def _info(self, diverged: bool = False) -> CheckpointInfo:
+        return CheckpointInfo(engine=self.engine, ranks=dist.get_world_size(), diverged=diverged)
 
     def save(self, run: Path) -> None:
-        apart = not self.scheduler.at_boundary
-        if not apart:
+        diverged = not self.scheduler.at_boundary
+        if not diverged:
             self.scheduler.agree_for_checkpoint()
-        with writing(run, self.step, self._kept(apart)) as folder:
-            if apart:
+        with writing(run, self.step, self._info(diverged)) as folder:
+            if diverged:
                 torch.save(self._own_state(), folder / _own_file())
             elif self.engine == "fsdp":
-                save({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
-                marks.save(folder, self.scheduler)
+                self.attached.save(folder)
             elif dist.get_rank() == 0:
                 torch.save(self._state(), folder / "job.pt")
 
     def resume(self, folder: Path) -> None:
-        kept = Kept.read(folder)
-        kept.check(self._kept(), folder)
-        if kept.apart:
+        info = CheckpointInfo.read(folder)
+        info.check(self._info(), folder)
+        if info.diverged:
             self._load_own(torch.load(folder / _own_file(), map_location=self.device))
         elif self.engine == "fsdp":
-            load({"job": self.attached.checkpoint()}, checkpoint_id=str(folder))
-            marks.load(folder, self.scheduler)
+            self.attached.load(folder)
         else:
             self._load(torch.load(folder / "job.pt", map_location=self.device))
 
@@ -204,12 +205,11 @@ class TorchJob:
         self.scheduler.load_state_dict(state["scheduler"])
 
     def _own_state(self) -> dict[str, Any]:
-        """In the middle of a round: this rank's, with the slices that it holds."""
+        """What this rank holds, for its own file in the middle of a round."""
         if self.engine == "ddp":
             state = self._state()
         else:
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-            slices = _local({"model": model, "optimizer": optimizer})
+            slices = fsdp.local_state(self.model, self.optimizer)
             state = {**slices, "scheduler": self.scheduler.state_dict()}
         return {**state, "replica": self.scheduler.replica_state_dict()}
 
@@ -217,13 +217,7 @@ class TorchJob:
         if self.engine == "ddp":
             self._load(state)
         else:
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-            set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=_filled(model, state["model"]),
-                optim_state_dict=_filled(optimizer, state["optimizer"]),
-            )
+            fsdp.load_local_state(self.model, self.optimizer, state)
             self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.load_replica_state_dict(state["replica"])
 
@@ -236,22 +230,3 @@ def _schedule(optimizer: FusedAdamW, options: Mapping[str, Any]) -> OneCycleLR |
 
 def _own_file() -> str:
     return f"rank-{dist.get_rank():05d}.pt"
-
-
-def _local(value: Any) -> Any:
-    """A state with this rank's slices in place of the sharded tensors."""
-    if isinstance(value, dict):
-        return {k: _local(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_local(v) for v in value]
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _filled(live: Any, saved: Any) -> Any:
-    """`saved` in the shape of a live state: slices are written into its sharded tensors."""
-    if isinstance(live, dict):
-        return {k: _filled(v, saved[k]) for k, v in live.items()}
-    if isinstance(live, DTensor):
-        live.to_local().copy_(saved)
-        return live
-    return saved

@@ -1,11 +1,11 @@
-"""Local workers: processes of this machine that form one process group, started from one call.
+"""Local workers: processes on this machine that form one process group, started by one call.
 
     for message in messages(function, 4, *args):      # function(send, *args) runs in each worker
         ...
 
-The group is up while the function runs. What a worker sends arrives here in its order. When one
-worker fails the others are ended and its error is raised; leaving the loop early, by an exception
-or Ctrl-C, ends them all.
+The process group exists while the function runs. Messages of one worker arrive in the order in
+which it sent them. When a worker fails, the others are ended and its error is raised. Leaving the
+loop early, by an exception or Ctrl-C, ends all workers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torch.multiprocessing.spawn import spawn
 Send = Callable[[Any], None]
 
 GRACE_SECONDS = 3.0
-"""What a worker has to end after SIGTERM before it is killed."""
+"""How long a worker may take to end after SIGTERM before it is killed."""
 POLL_SECONDS = 0.05
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the text says which and holds its traceback."""
+    """A worker failed. The text names it and holds its traceback."""
 
 
 class Refused(Exception):  # noqa: N818 - an answer to the user, not a fault of the program
-    """What the user gave cannot be done; the text is all there is to say."""
+    """The user's options cannot be used. The text says why, in one line for the screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +55,36 @@ def messages(
     count: int,
     *args: object,
     backend: str = "gloo",
-    hand_on_term: bool = False,
+    forward_sigterm: bool = False,
 ) -> Iterator[Any]:
     """Run `function(send, *args)` in `count` workers and yield what they send, until all end.
 
-    hand_on_term: SIGTERM is handed on to the workers, which end when they are ready. They start
-    with it held back, and `function` is to unblock it once it has a handler.
+    Args:
+        function: importable in a new process; it runs in each worker.
+        count: of workers.
+        args: further arguments of the function; they are pickled.
+        backend: of the process group. Default "gloo".
+        forward_sigterm: send SIGTERM on to the workers instead of dying from it, so that they can
+            save and end. They start with the signal blocked, and `function` must unblock it after
+            it has installed a handler. Default False.
+
+    Raises:
+        Refused: if a worker raised it.
+        WorkerError: if a worker failed or was killed.
+        KeyboardInterrupt: if a worker was ended by SIGINT.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"count must be at least 1 worker, got {count!r}")
     queue: SimpleQueue[Any] = get_context("spawn").SimpleQueue()
-    # A file for the rendezvous and not a port: nothing can be taken by somebody else.
+    # The rendezvous is a file: a port could be taken by another process.
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         store = (Path(folder) / "rendezvous").as_uri()
         processes: list[Any] = []
         try:
             with _signals_held():
-                work = (function, count, store, queue, args, backend, hand_on_term)
+                work = (function, count, store, queue, args, backend, forward_sigterm)
                 processes += spawn(_work, work, count, join=False).processes
-            with _handed_on(processes) if hand_on_term else nullcontext():
+            with _forwarded(processes) if forward_sigterm else nullcontext():
                 yield from _until_ended(processes, queue)
         finally:
             _end(processes)
@@ -81,8 +92,8 @@ def messages(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Workers start with SIGINT and SIGTERM held, as their parent has them: in the seconds of
-    their imports a Ctrl-C would otherwise print a traceback of each, and SIGTERM end some."""
+    """Block SIGINT and SIGTERM, and let workers inherit that. Otherwise, during the seconds of
+    their imports, Ctrl-C would print a traceback for each, and SIGTERM would end some of them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -91,13 +102,13 @@ def _signals_held() -> Iterator[None]:
 
 
 @contextmanager
-def _handed_on(processes: list[Any]) -> Iterator[None]:
-    def hand_on(number: int, _: object) -> None:
+def _forwarded(processes: list[Any]) -> Iterator[None]:
+    def forward(number: int, _: object) -> None:
         for process in processes:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    before = signal.signal(signal.SIGTERM, hand_on)
+    before = signal.signal(signal.SIGTERM, forward)
     try:
         yield
     finally:
@@ -106,7 +117,7 @@ def _handed_on(processes: list[Any]) -> Iterator[None]:
 
 def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]:
     while True:
-        # Asked before the queue is emptied: what a worker sent before it ended is in there.
+        # Before the queue is emptied: then it holds all that an ended worker has sent.
         alive = [p.sentinel for p in processes if p.is_alive()]
         while not queue.empty():
             message = queue.get()
@@ -123,7 +134,8 @@ def _until_ended(processes: list[Any], queue: SimpleQueue[Any]) -> Iterator[Any]
 
 
 def _raise_killed(processes: list[Any]) -> None:
-    """A worker that died without a word is the cause; its peers only lost the connection."""
+    """Name the worker that a signal has ended: it is the cause, and the errors of its peers, which
+    lost the connection to it, are not."""
     for rank, process in enumerate(processes):
         if process.exitcode is not None and process.exitcode < 0:
             name = signal.Signals(-process.exitcode).name
@@ -154,11 +166,11 @@ def _work(
     backend: str,
     hold_term: bool,
 ) -> None:
-    # From here Ctrl-C ends a worker without a word; the parent has one for all.
+    # Ctrl-C ends a worker silently; the parent prints one message for all.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     freed = {signal.SIGINT} if hold_term else {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, freed)
-    # What a launcher would say: engines look for it.
+    # Engines read these variables, which a launcher sets.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     # The workers share the cores: more threads than cores would only wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
@@ -167,7 +179,7 @@ def _work(
         function(queue.put, *args)
     except Exception as error:
         refused = str(error) if isinstance(error, Refused) else None
-        # Said before the group goes: the peers' errors, that we are gone, come after it.
+        # Sent before the group ends, so that it arrives before the peers' connection errors.
         queue.put(_Failure(rank, traceback.format_exc(), refused))
         leave(1)
     dist.destroy_process_group()
@@ -175,16 +187,16 @@ def _work(
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank that has told all it has to, without taking the interpreter down.
+    """End this process at once, without the shutdown of the interpreter.
 
     Engines keep their process groups, and the groups their threads, past `destroy_process_group`.
-    Finished runs on a busy machine were seen to abort then, rarely, in native code: most likely a
-    thread that lets go of a collective's tensors, and wants an interpreter that is going down. A
-    run that is done would end as a failure, and one that failed without its reason.
+    On a busy machine, finished runs aborted rarely in native code during the shutdown: most likely
+    a thread released a collective's tensors and needed an interpreter that was already gone. A
+    finished run would then end as a failure, and a failed one without its error.
     """
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
-        wandb.finish()  # DeepSpeed's monitor leaves it to the end of the interpreter
+        wandb.finish()  # DeepSpeed's monitor leaves this to the shutdown of the interpreter
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

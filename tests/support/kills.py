@@ -2,8 +2,8 @@
 
     python -m tests.support.kills --kills 10            # every engine, SIGKILL and SIGTERM; minutes
 
-What has to come out: the log of the broken run tells the same story as that of the unbroken one,
-every loss and every base to the last bit, with no torn line and no line twice.
+The log of the broken run must tell the same story as that of the unbroken one: every loss and every
+base to the last bit, no torn line, no line twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS = {
     "ddp auto": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
     "fsdp auto": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
 }
-SECONDS = 600
+RUN_SECONDS = 600
 
 
 @dataclass
@@ -96,7 +96,7 @@ def finish(words: list[str]) -> list[dict[str, Any]]:
     """Run to the end; its messages."""
     process = start(words)
     try:
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=RUN_SECONDS)
     finally:
         _end(process)
     assert process.returncode == 0, out + err
@@ -115,7 +115,7 @@ def break_off(words: list[str], number: signal.Signals, *, heard: int, pause: fl
     time.sleep(pause)
     os.kill(process.pid, number)
     try:
-        process.communicate(timeout=SECONDS)
+        process.communicate(timeout=RUN_SECONDS)
     finally:
         _end(process)
     return int(process.returncode)

@@ -28,7 +28,7 @@ from hdet_scale import OneCycleAutoLR
 from tests.support.toy import learn, toy
 
 STEPS, INTERVAL = 44, 5
-SECONDS = 90.0
+LONG_RUN_SECONDS = 90.0
 PACE = 0.02
 """Seconds between the steps of a run that is to be killed: it must not end before the kill."""
 
@@ -46,7 +46,7 @@ class LongRun:
         processes = self._start()
         try:
             for process in processes:
-                code = process.wait(SECONDS)
+                code = process.wait(LONG_RUN_SECONDS)
                 assert code == 0, f"exit {code}:\n{self._log(process)}"
         finally:
             self._kill(processes)
@@ -55,7 +55,7 @@ class LongRun:
     def kill_at(self, step: int, first: int) -> None:
         """SIGKILL to rank `first` when it has done `step` steps, then to the others."""
         processes = self._start(pace=PACE)
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + LONG_RUN_SECONDS
         progress = self.home / f"progress-{first}"
         try:
             while not (progress.exists() and progress.stat().st_size >= step):

@@ -1,0 +1,132 @@
+"""Job: what the training loop asks of an engine, and how one is built from the command line.
+
+`torch_job` (DDP, FSDP2) and `deepspeed_job` implement it. The options of the command line replace
+those of the config file. The engine's module is imported only when it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hdet_scale.config import HDETConfig, read
+from hdet_scale.models.gpt import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from hdet_scale.train.torch_job import Recipe
+
+ENGINES = ("ddp", "fsdp", "deepspeed")
+
+
+class Job(Protocol):
+    """One engine's run. Every rank calls every method."""
+
+    scheduler: Any
+    device: torch.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def total_steps(self) -> int | None:
+        """The last step of the schedule; None if the schedule has no end."""
+        ...
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences a rank draws for an optimizer step."""
+        ...
+
+    def train_step(self, draw: Callable[[int, int], Any]) -> Tensor:
+        """Do one optimizer step.
+
+        Args:
+            draw: `draw(size, index)` returns the inputs and targets of micro-batch `index`.
+
+        Returns:
+            The mean loss of this rank's micro-batches, on the device.
+        """
+        ...
+
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of this replica's weights on a batch, for a probe."""
+        ...
+
+    def save(self, run: Path) -> None:
+        """Write a checkpoint to a folder of the run. In the middle of a round every replica
+        writes its own state. Collective."""
+        ...
+
+    def resume(self, folder: Path) -> None:
+        """Load a checkpoint. Collective."""
+        ...
+
+
+def build_job(args: argparse.Namespace, shape: GPTConfig) -> Job:
+    """Build the model and the engine that the command line and its config file ask for.
+
+    Args:
+        args: what `command.parse` returns.
+        shape: of the GPT.
+
+    Raises:
+        ValueError, TypeError: if an option cannot be used with the engine.
+        FileNotFoundError: if the config file does not exist.
+    """
+    path = args.deepspeed_config or args.config
+    values = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    build = _deepspeed_job if args.engine == "deepspeed" else _torch_job
+    return build(args, values, shape)
+
+
+def hdet_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the command line that replace those of the config's "hdet" block."""
+    names = ("replicas", "shards", "gradients", "rule", "spread", "interval")
+    return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+
+
+def _deepspeed_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig) -> Job:
+    from hdet_scale.train.deepspeed_job import DeepSpeedJob, with_overrides
+
+    config = with_overrides(values, hdet_overrides(args), args)
+    config["hdet"] = _with_rule(config["hdet"])
+    return DeepSpeedJob(config, GPT(shape, seed=args.seed))
+
+
+def _torch_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig) -> Job:
+    from hdet_scale.train.torch_job import Recipe, TorchJob
+
+    from_file = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
+    recipe = _recipe(args, from_file)
+    options = _with_rule({**values.get("hdet", {}), **hdet_overrides(args)})
+    if options.get("rule") in ("auto", "slope"):  # a search takes a share of the run
+        options.setdefault("total_steps", recipe.schedule.get("total_steps"))
+    hdet = HDETConfig.from_dict(options)
+    return TorchJob(args.engine, GPT(shape, seed=args.seed), recipe, hdet)
+
+
+def _recipe(args: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """The recipe with the options of the command line in place of its own."""
+    schedule = dict(recipe.schedule)
+    schedule |= {} if args.steps is None else {"total_steps": args.steps}
+    schedule |= {} if args.lr is None else {"max_lr": args.lr}
+    if args.replay is not None:
+        schedule = {"replay": str(args.replay)}
+    changes: dict[str, Any] = {"schedule": schedule}
+    changes |= {"dtype": "bf16"} if args.bf16 else {}
+    changes |= {} if args.accumulation is None else {"accumulation": args.accumulation}
+    return dataclasses.replace(recipe, **changes)
+
+
+def _with_rule(hdet: dict[str, Any]) -> dict[str, Any]:
+    """Options without a rule get "auto", unless they have a spread to explore with."""
+    return hdet if {"rule", "spread"} & hdet.keys() else {**hdet, "rule": "auto"}

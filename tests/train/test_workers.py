@@ -1,0 +1,82 @@
+"""Local workers: messages, failures, signals, and how a worker ends."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hdet_scale.train.workers import Send, WorkerError, messages
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def greet(send: Send, word: str) -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    send((word, dist.get_rank(), int(total)))
+
+
+def abort_at_exit(send: Send) -> None:
+    """As native threads may that outlive the work, when the interpreter is taken down."""
+    atexit.register(os.abort)
+    send(dist.get_rank())
+
+
+def die_on_rank_1(send: Send) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_for_ever(send: Send) -> None:
+    send(os.getpid())
+    time.sleep(600)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_workers_form_a_group_and_what_they_send_arrives() -> None:
+    assert sorted(messages(greet, 2, "hello")) == [("hello", 0, 2), ("hello", 1, 2)]
+
+
+def test_a_worker_that_is_done_has_ended_well_whatever_an_interpreter_leaves_behind() -> None:
+    assert sorted(messages(abort_at_exit, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize("run", ["object()", "None"])
+def test_who_leaves_says_all_it_has_to_and_ends_a_run_that_was_left_open(run: str) -> None:
+    """DeepSpeed's monitor never finishes what it began; `wandb` is a stand-in here."""
+    script = (
+        "import sys, types; from hdet_scale.train.workers import leave\n"
+        f"board = types.SimpleNamespace(run={run}, finish=lambda: print('finished'))\n"
+        "sys.modules['wandb'] = board; print('said', end=' '); leave(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 3
+    assert done.stdout.split() == (["said", "finished"] if run != "None" else ["said"])
+
+
+def test_a_killed_worker_is_named_and_not_its_peers() -> None:
+    with pytest.raises(WorkerError, match="worker 1 was ended by SIGKILL"):
+        list(messages(die_on_rank_1, 2))
+
+
+def test_leaving_the_loop_ends_the_workers() -> None:
+    loop = messages(wait_for_ever, 2)
+    pids = [next(loop), next(loop)]
+    loop.close()  # type: ignore[attr-defined]
+    assert all(gone(pid) for pid in pids)
