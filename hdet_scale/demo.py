@@ -161,7 +161,7 @@ def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: S
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.on_round(run.rounds.append)
         if log is not None:
-            scheduler.on_round(log.round)
+            scheduler.on_record(log.record)
     dist.barrier()
     begin = time.perf_counter()
     losses, rates = torch.zeros(2, settings.steps, dtype=torch.float64)

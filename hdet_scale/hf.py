@@ -133,7 +133,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                     "interval": self.config.interval,
                 }
             )
-            self.scheduler.on_round(self._log.round)
+            self.scheduler.on_record(self._log.record)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The base that the step is going to use."""

@@ -29,7 +29,7 @@ from hdet_scale.engines.averaged import Averaged
 from hdet_scale.factors import Factor
 from hdet_scale.method.losses import LossMeter
 from hdet_scale.method.paper import PaperRule, Steering
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import ProbeRecord, Record, RoundRecord
 from hdet_scale.method.spread import assignment, multipliers
 from hdet_scale.rules.guided import Decision, Guided
 from hdet_scale.rules.slope import Sums
@@ -82,7 +82,7 @@ class Round:
         self.config = config
         self.index, self.steps = divmod(step, config.interval)
         self.meter = LossMeter()
-        self.listeners: list[Callable[[RoundRecord], None]] = []
+        self.listeners: list[Callable[[Record], None]] = []
         self._converge: Converge | None = None
         self._saved: dict[str, Any] = {}
         self._mark: Mark | None = None
@@ -519,7 +519,15 @@ class Round:
         if not self.listeners:
             return
         names = [f.name for f in self.factors]
-        decision = self.steering.decision if isinstance(self.steering, Guided) and asked else None
+        probe = None
+        if isinstance(self.steering, Guided) and asked:
+            decision = self.steering.decision
+            probe = ProbeRecord(
+                losses=asked.losses,
+                seconds=asked.seconds,
+                verdict=decision.verdict,
+                evidence=dict(decision.evidence),
+            )
         record = RoundRecord(
             round=self.index,
             step=step,
@@ -532,11 +540,7 @@ class Round:
             quarantined=tuple(r for r, ok in enumerate(outcome.included) if not ok),
             seconds=outcome.seconds,
             wire_bytes=outcome.wire_bytes,
-            phase=decision.phase if decision else "",
-            verdict=decision.verdict if decision else "",
-            probe_losses=asked.losses if asked else (),
-            probe_seconds=asked.seconds if asked else 0.0,
-            evidence=dict(decision.evidence) if decision else {},
+            probe=probe,
         )
         for listener in self.listeners:
             listener(record)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hdet_scale import ddp
 from hdet_scale.engines.averaged import trained
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import Record, RoundRecord
 from hdet_scale.method.round import Round
 from hdet_scale.phases.assembly import GUIDED
 from hdet_scale.search.driver import Search
@@ -91,6 +91,11 @@ class Exploring:
 
     def on_round(self, listener: Callable[[RoundRecord], None]) -> None:
         """Call `listener` with a RoundRecord after each converge, on every rank."""
+        self.on_record(lambda record: listener(record) if isinstance(record, RoundRecord) else None)
+
+    def on_record(self, listener: Callable[[Record], None]) -> None:
+        """Call `listener` with every record on every rank: rounds, the trials and the end of a
+        search, evaluations of the watch."""
         self._round.listeners.append(listener)
 
     def replica_state_dict(self) -> dict[str, Any]:

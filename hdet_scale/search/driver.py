@@ -21,14 +21,14 @@ from typing import Any
 from torch import Tensor
 
 from hdet_scale.method.losses import LossMeter
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import Record, SearchRecord, TrialRecord
 from hdet_scale.method.round import Round
 from hdet_scale.search.decision import ENOUGH, Race
 from hdet_scale.search.guard import Guard, look
 from hdet_scale.search.probe import Probe, mean_of
 from hdet_scale.search.schedule import Outline
 from hdet_scale.search.snapshot import Mark
-from hdet_scale.search.trials import Heat, Level, shape
+from hdet_scale.search.trials import STAGES, Heat, Level, shape
 from hdet_scale.search.watch import Watch
 from hdet_scale.topology import Replicas
 
@@ -201,7 +201,7 @@ class Search:
             self.rule.heat().steps,
         )
         self.rule.skip()
-        self._publish(verdict="given up: checkpoints came more often than heats end")
+        self._publish_search("given up: checkpoints came more often than trials end")
         self._end()
 
     def _rewind(self) -> None:
@@ -225,14 +225,23 @@ class Search:
         if verdict and self.replicas.rank == 0 and self.replicas.shard_rank == 0:
             logger.info("race, step %d: %s", self.done, verdict)
         self._publish(
-            verdict=verdict,
-            losses=tuple(levels[k].mean for k in heat.levels),
-            multipliers=heat.multipliers,
-            translation=translation,
-            probe_losses=tuple(losses),
-            probe_seconds=seconds,
+            TrialRecord(
+                stage=STAGES[heat.stage].name,
+                trial=self.rule.heats_run - 1,
+                step=self.done,
+                rates={
+                    f.name: tuple(peak * m for m in heat.multipliers)
+                    for f, peak in zip(self.cycle.factors, self.peaks, strict=True)
+                },
+                losses=tuple(levels[k].mean for k in heat.levels),
+                translation=translation,
+                verdict=verdict,
+                probe_losses=tuple(losses),
+                probe_seconds=seconds,
+            )
         )
         if self.rule.over:
+            self._publish_search(verdict, completed=True)
             self._end()
         elif self.rule.team != team:
             self.switch("local")  # larger teams, of replicas that share gradients
@@ -296,33 +305,20 @@ class Search:
         *levels, start = [Level(*summed[i : i + 2]) for i in range(0, len(summed), 2)]
         return levels, start
 
-    def _publish(
-        self,
-        *,
-        verdict: str,
-        losses: tuple[float, ...] = (),
-        multipliers: tuple[float, ...] = (),
-        translation: float = 1.0,
-        **probed: Any,
-    ) -> None:
-        names = [f.name for f in self.cycle.factors]
-        record = RoundRecord(
-            round=self.rule.heats_run - 1,
-            step=self.done,
-            losses=losses,
-            values={
-                n: tuple(p * m for m in multipliers) for n, p in zip(names, self.peaks, strict=True)
-            },
-            bases={n: p * self._begins_with for n, p in zip(names, self.peaks, strict=True)},
-            velocities={},
-            quarantined=(),
-            seconds=0.0,
-            wire_bytes=0,
-            phase="race",
-            verdict=verdict,
-            evidence={"translation": translation, "over": float(self.rule.over)},
-            **probed,
+    def _publish_search(self, verdict: str, *, completed: bool = False) -> None:
+        peaks = {f.name: p for f, p in zip(self.cycle.factors, self.peaks, strict=True)}
+        self._publish(
+            SearchRecord(
+                step=self.done,
+                trials=self.rule.heats_run,
+                initial=peaks,
+                taken={name: peak * self._begins_with for name, peak in peaks.items()},
+                completed=completed,
+                verdict=verdict,
+            )
         )
+
+    def _publish(self, record: Record) -> None:
         for listener in self.cycle.listeners:
             listener(record)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import EvaluationRecord
 from hdet_scale.method.round import Round
 from hdet_scale.search.probe import NO_LOSS, Probe
 from hdet_scale.search.snapshot import Mark
-from hdet_scale.search.watch import PHASE, Watch
+from hdet_scale.search.watch import Watch
 
 logger = logging.getLogger("hdet_scale")
 
@@ -107,21 +107,15 @@ class Guard:
         mean = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         names = [f.name for f in cycle.factors]
         rates = [float(f.read()) for f in cycle.factors]
-        record = RoundRecord(
-            round=cycle.index,
+        record = EvaluationRecord(
             step=step,
-            losses=(),
-            values={},
-            bases=dict(zip(names, rates, strict=True)),
-            velocities={},
-            quarantined=(),
-            seconds=0.0,
-            wire_bytes=0,
-            phase=PHASE,
+            loss=mean,
+            losses=tuple(losses),
+            scale=self.watch.scale,
+            rates=dict(zip(names, rates, strict=True)),
+            restart=back,
             verdict=verdict,
-            probe_losses=tuple(losses),
-            probe_seconds=seconds,
-            evidence={"held_out": mean, "scale": self.watch.scale, "back": float(back)},
+            seconds=seconds,
         )
         for listener in cycle.listeners:
             listener(record)

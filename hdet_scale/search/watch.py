@@ -62,8 +62,6 @@ from typing import Any
 
 from hdet_scale.search.curve import Parabola
 
-PHASE = "watch"
-"""Of its looks in the log."""
 FIRST = 0.015
 """Share of the run before the first look."""
 AGAIN = 0.1

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_scale.config import HDETConfig, read
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import Record
 from hdet_scale.models.gpt import GPT, SIZES, GPTConfig
 from hdet_scale.models.text import TOKEN_TYPES, Text, batch, evaluation, standard_library
 from hdet_scale.phases.assembly import GUIDED
@@ -217,7 +217,7 @@ class _Writer:
         self._tokens = job.sequences * shape.context * dist.get_world_size()
         self._bases: list[list[float]] = []
         self._last = (time.perf_counter(), job.step)
-        job.scheduler.on_round(self._round)
+        job.scheduler.on_record(self._record)
 
     def __enter__(self) -> _Writer:
         self._hearing.__enter__()
@@ -259,10 +259,9 @@ class _Writer:
         self._last = (now, step)
         self._bases.clear()
 
-    def _round(self, record: RoundRecord) -> None:
-        self.log.round(record)
-        told = {"kind": "round", "step": record.step, "losses": record.losses}
-        self.show(plain({**told, "bases": record.bases}))
+    def _record(self, record: Record) -> None:
+        self.log.record(record)
+        self.show({"kind": record.kind, **plain(record)})
 
     def event(self, event: str, text: str, step: int) -> None:
         self.log.event(event, text, step)

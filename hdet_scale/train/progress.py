@@ -18,7 +18,8 @@ LINE_SECONDS = 2.0
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Show]:
-    """What to call with each message of a run: its `kind` is "step", "round", "event" or "end"."""
+    """What to call with each message of a run: its `kind` is "step", "event", "end" or that of a
+    record."""
     if as_json:
         yield lambda message: print(json.dumps(message), flush=True)
     elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
