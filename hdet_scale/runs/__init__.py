@@ -2,7 +2,8 @@
 
 Read in this order: log (one JSON line for each record and sampled step), boards (the same numbers
 on TensorBoard and W&B), search_log (a search and its watch, read back), report (one page with
-figures) and replay (the run's schedule as a torch scheduler). docs/runlog.md has the format.
+figures, which the scripts of page/ draw) and replay (the run's schedule as a torch scheduler).
+docs/runlog.md has the format.
 """
 
 from hdet_scale.runs.boards import Board, TensorBoard, WandB

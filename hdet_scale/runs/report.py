@@ -2,8 +2,8 @@
 
     hdet report runs/first runs/second -o report.html
 
-Everything is in the file: the numbers as JSON, and a page (report.html of this package) that draws
-them on canvases. If there are more rounds than a screen has pixels, they are thinned first: a point
+Everything is in the file: the numbers as JSON, and the scripts of page/ that draw them on canvases.
+If there are more rounds than a screen has pixels, they are thinned first: a point
 is then the mean of a few rounds, and of rates the lowest and the highest; quarantines and verdicts
 are all kept.
 """
@@ -32,6 +32,10 @@ EVENTS = 500
 """The table shows the last ones."""
 DIGITS = 6
 """Significant digits of the page's numbers: more than a screen shows."""
+FIGURES = ("loss", "schedule", "fan", "search", "watch", "evidence", "replicas", "cost")
+"""In the order of the page."""
+SCRIPTS = ("palette", "numbers", "plot", "series", *(f"figures/{name}" for name in FIGURES), "page")
+"""Files of page/, in the order in which a browser runs them."""
 EXPLORING, HOLD = "exploring", "hold"
 """Phases of a rule that is fed by a probe: it explores in some rounds, then holds what it has."""
 
@@ -41,9 +45,14 @@ def page(logs: Sequence[Log]) -> str:
     data = json.dumps(
         {"runs": [collect(log) for log in logs]}, allow_nan=False, separators=(",", ":")
     )
-    text = files("hdet_scale.runs").joinpath("report.html").read_text(encoding="utf-8")
+    text = _part("page.html").replace("/*STYLE*/", _part("page.css"))
+    text = text.replace("/*SCRIPT*/", "\n".join(_part(f"{name}.js") for name in SCRIPTS))
     # A script element ends at its end tag, wherever that stands.
     return text.replace("/*DATA*/", data.replace("</", "<\\/"))
+
+
+def _part(name: str) -> str:
+    return files("hdet_scale.runs").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def collect(log: Log) -> dict[str, Any]:

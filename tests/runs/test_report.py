@@ -297,6 +297,14 @@ def test_the_page_needs_no_network_and_no_code_of_others(tmp_path: Path) -> None
     assert text.count("</script>") == 2
 
 
+def test_every_file_of_the_page_is_in_it() -> None:
+    home = Path(report.__file__).parent / "page"
+    parts = {p.relative_to(home).with_suffix("").as_posix() for p in home.rglob("*.js")}
+    assert parts == set(report.SCRIPTS)
+    for path in home.rglob("*.*"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path.name
+
+
 def test_thinning_keeps_means_edges_and_every_quarantine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
