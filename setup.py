@@ -36,7 +36,7 @@ setup(
     package_dir={"hdet_scale": "hdet_scale", "hdet_scale.kernels": "kernels"},
     package_data={
         "hdet_scale": ["py.typed"],
-        "hdet_scale.runs": ["report.html"],
+        "hdet_scale.runs": ["page/*.*", "page/figures/*.js"],
         "hdet_scale.kernels": ["py.typed"],
     },
     install_requires=["torch>=2.13"],

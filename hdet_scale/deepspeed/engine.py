@@ -25,8 +25,9 @@ from hdet_scale.config import HDETConfig
 from hdet_scale.deepspeed import checkpoints as checkpoint
 from hdet_scale.deepspeed.partitions import ZeroEngine, check_attributes
 from hdet_scale.engines.gradient_mean import GradientMean
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import Record, RoundRecord
 from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.runs.boards import record_scalars
 from hdet_scale.topology import Replicas
 
 NEEDS = (
@@ -81,6 +82,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         self._config.train_batch_size *= replicas.size
         self.tput_timer.batch_size = self._config.train_batch_size
         scheduler.on_round(self._report_round)
+        scheduler.on_record(self._report_search)
 
     # -- the loss and the step ------------------------------------------------------------------
 
@@ -305,6 +307,15 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             rows |= {f"{name}/replica{r}": value for r, value in enumerate(values)}
         rows |= {f"loss/replica{r}": value for r, value in enumerate(record.losses)}
         rows |= {"converge/seconds": record.seconds, "converge/bytes": float(record.wire_bytes)}
+        self.monitor.write_events(
+            [(f"Train/HDET/{name}", value, self.global_samples) for name, value in rows.items()]
+        )
+
+    def _report_search(self, record: Record) -> None:
+        """Trials, the end of a search and evaluations, to the same monitors."""
+        if isinstance(record, RoundRecord) or not self.monitor.enabled or self.global_rank != 0:
+            return
+        rows = {k.removeprefix("hdet/"): v for k, v in record_scalars(record).items()}
         self.monitor.write_events(
             [(f"Train/HDET/{name}", value, self.global_samples) for name, value in rows.items()]
         )

@@ -1,8 +1,17 @@
-"""Boards: TensorBoard and W&B get the run log's values, under keys that do not change.
+"""Boards: TensorBoard and W&B get the run log's numbers, under keys that do not change.
 
-hdet/base_lr/group0    hdet/replica3/lr          hdet/converge_seconds
-hdet/slope/group0      hdet/replica3/loss        hdet/wire_bytes
-hdet/velocity/group0   hdet/loss                 hdet/quarantined
+step         hdet/loss                 hdet/base_lr/group0      hdet/tokens_per_second
+round        hdet/base_lr/group0       hdet/replica3/lr         hdet/converge_seconds
+             hdet/velocity/group0      hdet/replica3/loss       hdet/wire_bytes
+             hdet/slope/group0         hdet/quarantined
+trial        hdet/trial/replica3/lr    hdet/trial/replica3/loss hdet/trial/translation
+search       hdet/search/initial_lr/group0   hdet/search/taken_lr/group0
+             hdet/search/trials        hdet/search/completed
+evaluation   hdet/held_out             hdet/base_lr/group0      hdet/evaluation_seconds
+             hdet/scale                hdet/restart
+
+The second param group: hdet/base_lr/group1, hdet/replica3/lr/group1. A number that is not finite
+is left out.
 """
 
 from __future__ import annotations
@@ -13,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import Record, RoundRecord, SearchRecord, TrialRecord
 
 BOARDS = ("tensorboard", "wandb")
 
 
 class Board(Protocol):
-    """What shows numbers along the steps."""
+    """Shows numbers along the steps of a run."""
 
     def write(self, scalars: Mapping[str, float], step: int) -> None: ...
 
@@ -70,7 +79,18 @@ class WandB:
 def boards(
     names: Sequence[str], folder: Path, *, step: int, run: Mapping[str, Any] | None = None
 ) -> list[Board]:
-    """The boards by name, for a run that has done `step` steps."""
+    """Make boards.
+
+    Args:
+        names: any of BOARDS.
+        folder: the run's folder, where TensorBoard writes.
+        step: optimizer steps that the run has done; later points of an earlier process are purged.
+        run: what W&B shows as the run's configuration (default none).
+
+    Raises:
+        ValueError: there is no board of that name.
+        ImportError: the board's package is not installed.
+    """
     made: list[Board] = []
     for name in names:
         if name == "tensorboard":
@@ -82,34 +102,64 @@ def boards(
     return made
 
 
-def round_scalars(record: RoundRecord) -> dict[str, float]:
-    """A round under the stable keys; what is not a finite number is left out."""
-    found = {_key("base_", name): value for name, value in record.bases.items()}
-    found |= {f"hdet/velocity/{_place(n)}": v for n, v in record.velocities.items()}
-    for name, value in (record.probe.evidence if record.probe else {}).items():
-        # A factor's name alone stands for the slope along it, in standard errors.
-        found[f"hdet/slope/{_place(name)}" if name in record.bases else f"hdet/{name}"] = value
-    for name, values in record.values.items():
-        factor, _, place = name.partition("/")
-        last = "" if place in ("", "group0") else f"/{place}"
-        found |= {f"hdet/replica{r}/{factor}{last}": v for r, v in enumerate(values)}
-    found |= {f"hdet/replica{r}/loss": v for r, v in enumerate(record.losses)}
-    found |= {
-        "hdet/converge_seconds": record.seconds,
-        "hdet/wire_bytes": float(record.wire_bytes),
-        "hdet/quarantined": float(len(record.quarantined)),
-    }
-    return {k: v for k, v in found.items() if math.isfinite(v)}
+def record_scalars(record: Record) -> dict[str, float]:
+    """The finite numbers of a record, under the keys above."""
+    if isinstance(record, RoundRecord):
+        scalars = _round(record)
+    elif isinstance(record, TrialRecord):
+        scalars = _replicas("trial/", record.rates, record.losses)
+        scalars["hdet/trial/translation"] = record.translation
+    elif isinstance(record, SearchRecord):
+        scalars = {_key("search/initial_", name): rate for name, rate in record.initial.items()}
+        scalars |= {_key("search/taken_", name): rate for name, rate in record.taken.items()}
+        scalars["hdet/search/trials"] = float(record.trials)
+        scalars["hdet/search/completed"] = float(record.completed)
+    else:
+        scalars = {_key("base_", name): rate for name, rate in record.rates.items()}
+        scalars |= {"hdet/held_out": record.loss, "hdet/scale": record.scale}
+        scalars["hdet/restart"] = float(record.restart)
+        scalars["hdet/evaluation_seconds"] = record.seconds
+    return _finite(scalars)
 
 
 def step_scalars(
     loss: float, bases: Mapping[str, float], numbers: Mapping[str, float]
 ) -> dict[str, float]:
-    """A sampled step under the same keys."""
-    found = {"hdet/loss": loss}
-    found |= {_key("base_", name): value for name, value in bases.items()}
-    found |= {f"hdet/{name}": value for name, value in numbers.items()}
-    return {k: v for k, v in found.items() if math.isfinite(v)}
+    """The finite numbers of a sampled step, under the keys above."""
+    scalars = {"hdet/loss": loss}
+    scalars |= {_key("base_", name): value for name, value in bases.items()}
+    scalars |= {f"hdet/{name}": value for name, value in numbers.items()}
+    return _finite(scalars)
+
+
+def _round(record: RoundRecord) -> dict[str, float]:
+    scalars = {_key("base_", name): value for name, value in record.bases.items()}
+    scalars |= {f"hdet/velocity/{_place(n)}": v for n, v in record.velocities.items()}
+    for name, value in record.probe.evidence.items() if record.probe is not None else ():
+        # The name of a factor stands for the slope along it, in standard errors.
+        scalars[f"hdet/slope/{_place(name)}" if name in record.bases else f"hdet/{name}"] = value
+    scalars |= _replicas("", record.values, record.losses)
+    return scalars | {
+        "hdet/converge_seconds": record.seconds,
+        "hdet/wire_bytes": float(record.wire_bytes),
+        "hdet/quarantined": float(len(record.quarantined)),
+    }
+
+
+def _replicas(
+    prefix: str, values: Mapping[str, Sequence[float]], losses: Sequence[float]
+) -> dict[str, float]:
+    """What each replica used, and its loss."""
+    scalars: dict[str, float] = {}
+    for name, row in values.items():
+        factor, _, place = name.partition("/")
+        last = "" if place in ("", "group0") else f"/{place}"
+        scalars |= {f"hdet/{prefix}replica{r}/{factor}{last}": v for r, v in enumerate(row)}
+    return scalars | {f"hdet/{prefix}replica{r}/loss": v for r, v in enumerate(losses)}
+
+
+def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in scalars.items() if math.isfinite(value)}
 
 
 def _key(prefix: str, factor: str) -> str:

@@ -1,13 +1,14 @@
-"""The run log: what a run did, a JSON line at a time, in RUN/log.jsonl.
+"""The run log: what a run did, one JSON object a line, in RUN/log.jsonl.
 
-One line a round and a sampled line a step, written by replica 0. A line is appended with a single
-write: a kill leaves at most one torn line, at the end. Steps never fall along the file, so that
-what a resumed run has to do again is a tail of it: it is cut before the first new line, and no
-step and no round is there twice. docs/runlog.md has the schema.
+Replica 0 writes one line for each record (a round, a trial, the end of a search, an evaluation) and
+one for each sampled step. A line is appended with a single write, so that a kill leaves at most one
+torn line, at the end. `step` never falls along the file: what a resumed run does again is a tail of
+the file, which is cut off before the first new line. No step and no record is there twice.
+docs/runlog.md has the schema.
 
     log = RunLog("runs/first")
     log.begin({"engine": "ddp"})
-    scheduler.on_round(log.round)
+    scheduler.on_record(log.record)
 """
 
 from __future__ import annotations
@@ -26,22 +27,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hdet_scale.runs.boards import Board, round_scalars, step_scalars
-from hdet_scale.method.records import RoundRecord
+from hdet_scale.method.records import (
+    EvaluationRecord,
+    Record,
+    RoundRecord,
+    SearchRecord,
+    TrialRecord,
+)
+from hdet_scale.runs.boards import Board, record_scalars, step_scalars
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised when a reader of the older one would misread; new kinds and fields do not raise it."""
 FILE = "log.jsonl"
 LOCK_SECONDS = 10.0
-"""How long a writer that was just killed may take to be gone."""
+"""How long to wait for the lock of a writer that was just killed."""
 
 
 class RunLog:
-    """The log of one run, open for writing by this process alone."""
+    """The log of one run, open for writing by this process alone.
+
+    Args:
+        folder: the run's folder; it is made if it is missing.
+        step: optimizer steps that the run has done (default 0). Lines of later steps, and a torn
+            line at the end, are cut off.
+        boards: where the same numbers are shown (default none); they are closed with the log.
+
+    Raises:
+        BlockingIOError: another process writes this run.
+        ValueError: the folder has a log of another schema.
+    """
 
     def __init__(self, folder: str | Path, *, step: int = 0, boards: Sequence[Board] = ()) -> None:
-        """Open RUN's log for a run that has done `step` steps; what it says of later ones, and a
-        torn line at its end, is cut off."""
         self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.boards = list(boards)
@@ -56,7 +72,11 @@ class RunLog:
             raise
 
     def begin(self, run: Mapping[str, Any]) -> None:
-        """The line that says what runs: "start" the first time, "resume" after it."""
+        """Write the line that says what runs: "start" the first time, "resume" after that.
+
+        Args:
+            run: engine, layout, model, recipe, versions; anything that JSON or str() can hold.
+        """
         kind = "resume" if self._begun else "start"
         self._begun = True
         self._write(kind, self.now, {"schema": SCHEMA, "run": dict(run)})
@@ -68,30 +88,38 @@ class RunLog:
         bases: Mapping[str, Sequence[float]],
         **numbers: float,
     ) -> None:
-        """A sampled step. `bases`: for each factor the base of every step since the line before,
-        so that the lines together hold the whole schedule."""
-        told = {"loss": loss, "bases": {k: list(v) for k, v in bases.items()}, **numbers}
-        self._write("step", step, told)
+        """Write a sampled step.
+
+        Args:
+            step: optimizer steps done.
+            loss: the training loss of that step; NaN where it is not known.
+            bases: for each factor the base of every step since the line before, so that the lines
+                together hold the whole schedule.
+            numbers: what else to keep, such as tokens_per_second.
+        """
+        values = {"loss": loss, "bases": {k: list(v) for k, v in bases.items()}, **numbers}
+        self._write("step", step, values)
         self._show(step_scalars(loss, {k: v[-1] for k, v in bases.items() if v}, numbers), step)
 
-    def record(self, record: Any) -> None:
-        values = dataclasses.asdict(record)
+    def record(self, record: Record) -> None:
+        """Write every field of a record, as a line of the record's kind; a listener for
+        `scheduler.on_record`."""
+        values = plain(record)
         self._write(record.kind, values.pop("step"), values)
-        if record.kind == "round":
-            self._show(round_scalars(record), record.step)
+        self._show(record_scalars(record), record.step)
 
     def event(self, event: str, text: str, step: int | None = None) -> None:
-        """Something that happened once: a checkpoint, a stop, a message of the library."""
+        """Write something that happened once: a checkpoint, a stop, a message of the library."""
         self._write("event", self.now if step is None else step, {"event": event, "text": text})
 
     def end(self, step: int, **results: Any) -> None:
-        """The run is whole."""
+        """Write that the run has reached its last step."""
         self._write("end", step, results)
 
     @contextlib.contextmanager
     def hearing(self, level: int = logging.INFO) -> Iterator[None]:
-        """Inside, what hdet_scale says (clamps, quarantines) becomes events; afterwards the
-        logger is as it was."""
+        """Write the messages of the logger "hdet_scale" (clamps, quarantines) as events while the
+        context is open; afterwards the logger is as it was."""
         logger, handler = logging.getLogger("hdet_scale"), _Events(self)
         before = logger.level
         handler.setLevel(level)
@@ -104,11 +132,11 @@ class RunLog:
             logger.setLevel(before)
 
     def sync(self) -> None:
-        """On the disk: a checkpoint must not know more than the log."""
+        """Wait until the lines are on the disk: a checkpoint must not be ahead of the log."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """The boards too."""
+        """Close the file and the boards."""
         os.close(self._file)
         for board in self.boards:
             board.close()
@@ -135,7 +163,7 @@ class RunLog:
             )
 
     def _cut(self, step: int) -> bool:
-        """Truncate at the first line of a later step; True when the run had begun."""
+        """Truncate at the first line of a later step; True if a start line is left."""
         keep, begun = 0, False
         with open(self.path, "rb") as file:
             for raw in file:
@@ -163,24 +191,33 @@ class _Events(logging.Handler):
 
 @dataclass(slots=True)
 class Log:
-    """A log that was read; each line as the dict that it is."""
+    """A log that was read, each line as a dict."""
 
     path: Path
     starts: list[dict[str, Any]] = field(default_factory=list)
     """The start, and each resume."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    searches: list[dict[str, Any]] = field(default_factory=list)
+    """One line for each search that is over."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
-        """The run's folder."""
+        """Name of the run's folder."""
         return self.path.resolve().parent.name
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Lines of every kind of record, kind by kind."""
+        return [*self.rounds, *self.trials, *self.searches, *self.evaluations]
 
     def bases(self) -> dict[str, list[float]]:
         """For each factor the base of every step, from the first on."""
-        found: dict[str, list[float]] = {}
+        bases: dict[str, list[float]] = {}
         done = 0
         for line in self.steps:
             for name, values in line["bases"].items():
@@ -190,14 +227,22 @@ class Log:
                         f"{name} after {done} steps: the schedule has a gap; was the log begun in "
                         "the middle of a run?"
                     )
-                found.setdefault(name, []).extend(values)
+                bases.setdefault(name, []).extend(values)
             done = line["step"]
-        return found
+        return bases
 
 
 def read(run: str | Path) -> Log:
-    """The log of a run, from its folder or the file itself. A torn last line is left out, and so
-    are kinds that this version does not know."""
+    """Read the log of a run. A torn last line is left out, and so are kinds that this version does
+    not know.
+
+    Args:
+        run: the run's folder, or the file itself.
+
+    Raises:
+        FileNotFoundError: there is no log.
+        ValueError: a line is not of a run log, or the log has another schema.
+    """
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
@@ -206,8 +251,9 @@ def read(run: str | Path) -> Log:
             "--run FOLDER writes one)"
         )
     log = Log(path)
-    kinds = {"start": log.starts, "resume": log.starts, "step": log.steps}
-    kinds |= {"round": log.rounds, "event": log.events}
+    kinds = {"start": log.starts, "resume": log.starts, "step": log.steps, "event": log.events}
+    kinds |= {RoundRecord.kind: log.rounds, TrialRecord.kind: log.trials}
+    kinds |= {SearchRecord.kind: log.searches, EvaluationRecord.kind: log.evaluations}
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             line = _parse(raw)
@@ -225,15 +271,23 @@ def read(run: str | Path) -> Log:
 
 
 def _check_schema(line: Mapping[str, Any], path: Path) -> None:
-    if line.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{path} has schema {line.get('schema')!r} and this version reads and writes {SCHEMA}: "
-            "use the version of hdet_scale that wrote it, or another folder"
-        )
+    schema = line.get("schema")
+    if schema == SCHEMA:
+        return
+    older = isinstance(schema, int) and schema < SCHEMA
+    whose = "an older version of hdet_scale" if older else "another version of hdet_scale"
+    raise ValueError(
+        f"{path} has schema {schema!r}, of {whose}; this version reads and writes schema {SCHEMA}: "
+        "report, replay or resume that run with the version that wrote it, or choose another "
+        "folder for a new run"
+    )
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: lists for tuples, null for what is not a finite number."""
+    """A value as JSON has it: a dict for a record, a list for a tuple, None for a number that is
+    not finite."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -246,7 +300,7 @@ def plain(value: Any) -> Any:
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """None for a torn line or none of ours."""
+    """The line as a dict; None if it is torn or not of a run log."""
     if not raw.endswith(b"\n"):
         return None
     try:
@@ -258,7 +312,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Two writers would make double lines. The lock goes with the process, however it ends."""
+    """Lock the file: two writers would write lines twice. The lock ends with the process."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

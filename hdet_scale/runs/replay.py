@@ -1,11 +1,11 @@
-"""Replay: the schedule that a run discovered, run again without HDET.
+"""Replay: the schedule of a run, run again without HDET.
 
     hdet replay runs/first -o schedule.json
 
     scheduler = ReplayLR(optimizer, "schedule.json")     # a plain torch scheduler, in a second run
 
-Step k + 1 uses base[k], the very number that the first run's base was at that step: at spread 0,
-or on one device, the second run has the schedule of the first.
+Step k + 1 uses base[k], the exact value that the base of the first run had at that step: at spread
+0, or on one device, the second run has the schedule of the first.
 """
 
 from __future__ import annotations
@@ -21,37 +21,57 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet_scale.runs.searched import race_of, steps_before
 from hdet_scale.runs.log import Log, read
+from hdet_scale.runs.search_log import search_of, steps_before_run
 
-SCHEMA = 1
+SCHEDULE_SCHEMA = 1
 RATE = "lr/group"
 
 
 def discovered(log: Log) -> dict[str, Any]:
-    """The schedule of a run, for every factor the base of every step.
+    """The schedule of a run: for every factor the base of every step.
 
-    A race before it is left out, and so is what a watch took back: the replicas went back to where
-    they began, and the schedule starts there.
+    The steps of a search are left out, and so are those before a restart: the replicas went back to
+    their snapshot, and the schedule began again.
+
+    Raises:
+        ValueError: the run is still in its search, or its log has no sampled step.
     """
-    before, about = steps_before(log), race_of(log)
-    if about is not None and about["found"] is None:
-        raise ValueError(f"{log.path} is still in its race: wait for the schedule that it finds")
+    before, search = steps_before_run(log), search_of(log)
+    if search is not None and search["taken"] is None:
+        raise ValueError(
+            f"{log.path} is still in its search, at step {before}: replay it when the run has begun"
+        )
     bases = {name: values[before:] for name, values in log.bases().items() if values[before:]}
     if not bases:
         raise ValueError(
-            f"{log.path} has no sampled step{' after its race' if before else ''}: a schedule is "
+            f"{log.path} has no sampled step{' after its search' if before else ''}: a schedule is "
             "in the step lines that hdet train, HDETCallback and RunLog.step write"
         )
     steps = max(len(values) for values in bases.values())
-    return {"schema": SCHEMA, "run": log.name, "steps": steps, "race": before, "bases": bases}
+    return {
+        "schema": SCHEDULE_SCHEMA,
+        "run": log.name,
+        "steps": steps,
+        "steps_before": before,
+        "bases": bases,
+    }
 
 
 class ReplayLR(LRScheduler):
-    """The learning rates of a discovered schedule, one list for each param group.
+    """A torch scheduler that plays the learning rates of a replayed run, for each param group.
 
-    schedule: the dict of `hdet replay`, or the path of its JSON file. Other factors that the run
-    explored are in `others`, by name; they are not written.
+    Args:
+        optimizer: with as many param groups as the run had.
+        schedule: the dict of `discovered`, or the path of the JSON file of `hdet replay`.
+        last_epoch: as in torch's schedulers (default -1).
+
+    Raises:
+        ValueError: the schedule is of another schema or has other param groups; `step()` beyond
+            its last step.
+
+    Limitations:
+        Other factors that the run explored are in `others`, by name; they are not written.
     """
 
     def __init__(
@@ -66,12 +86,12 @@ class ReplayLR(LRScheduler):
         self.others = {k: v for k, v in values["bases"].items() if not k.startswith(RATE)}
         if last_epoch == -1:
             for group in optimizer.param_groups:
-                # What an earlier scheduler left there is not where this schedule begins.
+                # An earlier scheduler may have left its own initial_lr, which torch would keep.
                 group.pop("initial_lr", None)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """What the next step uses; the last value stands once after the last step."""
+        """The rates of the next step; after the last step, the last rates once more."""
         if self.last_epoch > self.total_steps:
             raise ValueError(
                 f"Tried to step {self.last_epoch} times and the schedule has {self.total_steps} "
@@ -81,13 +101,13 @@ class ReplayLR(LRScheduler):
         return [rates[at] for rates in self.rates]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, without the schedule itself: that is in its file."""
+        """torch's state, without the schedule itself, which is in its file."""
         mine = ("rates", "others")
         return {k: v for k, v in super().state_dict().items() if k not in mine}
 
 
 def _checked(schedule: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    where = "the schedule given"
+    where = "the schedule"
     if not isinstance(schedule, Mapping):
         where = str(schedule)
         schedule = json.loads(Path(schedule).read_text(encoding="utf-8"))
@@ -95,10 +115,10 @@ def _checked(schedule: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ValueError(
             f'{where} has no "bases": give what `hdet replay RUN -o schedule.json` wrote'
         )
-    if schedule.get("schema") != SCHEMA:
+    if schedule.get("schema") != SCHEDULE_SCHEMA:
         raise ValueError(
-            f"{where} has schema {schedule.get('schema')!r} and this version reads {SCHEMA}: make "
-            "it again with hdet replay"
+            f"{where} has schema {schedule.get('schema')!r} and this version reads schema "
+            f"{SCHEDULE_SCHEMA}: make it again with hdet replay"
         )
     return schedule
 
@@ -109,7 +129,7 @@ def _rates(bases: Mapping[str, Sequence[float]], groups: int) -> list[list[float
     if sorted(names) != sorted(wanted):
         raise ValueError(
             f"the schedule has the learning rates {names} and the optimizer {groups} param groups: "
-            "make the same param groups as the run that found it"
+            "make the same param groups as the replayed run"
         )
     return [[float(v) for v in bases[name]] for name in wanted]
 
@@ -118,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the schedule; the exit code."""
     parser = argparse.ArgumentParser(
         prog="hdet replay",
-        description="The schedule that a run discovered, as a JSON file: "
+        description="The schedule of a run as a JSON file: "
         "hdet_scale.schedulers.ReplayLR(optimizer, file) and hdet train --replay FILE run it again "
         "without HDET.",
         epilog="example: hdet replay runs/first -o schedule.json",
@@ -129,19 +149,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         log = read(options.run)
-        found = discovered(log)
+        schedule = discovered(log)
         out = options.out or log.path.parent / "schedule.json"
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(schedule, separators=(",", ":")) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"hdet replay: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps({"written": str(out), "steps": found["steps"], "run": found["run"]}))
+        print(json.dumps({"written": str(out), "steps": schedule["steps"], "run": log.name}))
     else:
-        if found["race"]:
-            print(f"{found['race']} steps of a search are left out: the schedule began after them")
-        for name, values in found["bases"].items():
+        before = schedule["steps_before"]
+        if before:
+            print(f"{before} steps of a search are left out: the schedule began after them")
+        for name, values in schedule["bases"].items():
             print(f"{name}: {len(values)} steps, {max(values):.3g} at most, {values[-1]:.3g} last")
         print(f"{out}   ReplayLR(optimizer, {str(out)!r})")
     return 0

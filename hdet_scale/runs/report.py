@@ -1,10 +1,11 @@
-"""`hdet report`: what the replicas found, as one page that opens in a browser without a network.
+"""`hdet report`: one page about one or several runs, which a browser opens without a network.
 
     hdet report runs/first runs/second -o report.html
 
-Everything is in the file: the numbers as JSON, and a page (report.html of this package) that draws
-them on canvases. More rounds than a screen has pixels are thinned first: a point is then the mean
-of a few rounds, and of rates the lowest and the highest; quarantines and moves are all kept.
+Everything is in the file: the numbers as JSON, and the scripts of page/ that draw them on canvases.
+If there are more rounds than a screen has pixels, they are thinned first: a point
+is then the mean of a few rounds, and of rates the lowest and the highest; quarantines and verdicts
+are all kept.
 """
 
 from __future__ import annotations
@@ -20,65 +21,77 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hdet_scale.runs.searched import PHASE, race_of, steps_of_race, watch_of
 from hdet_scale.runs.log import Log, plain, read
-WATCH = "watch"
+from hdet_scale.runs.search_log import search_of, steps_of_search, watch_of
 
 POINTS = 2000
-"""Rounds, and sampled steps, that a figure shows; beyond them groups are formed."""
+"""Rounds, and sampled steps, that a figure shows; if there are more, groups are formed."""
 STROKES = 4000
-"""Up to so many values every replica's rate is drawn; beyond them only the fan's edges."""
+"""Up to so many values every replica's rate is drawn; beyond that, the lowest and the highest."""
 EVENTS = 500
-"""The last ones, in the table."""
+"""The table shows the last ones."""
 DIGITS = 6
+"""Significant digits of the page's numbers: more than a screen shows."""
+FIGURES = ("loss", "schedule", "fan", "search", "watch", "evidence", "replicas", "cost")
+"""In the order of the page."""
+SCRIPTS = ("palette", "numbers", "plot", "series", *(f"figures/{name}" for name in FIGURES), "page")
+"""Files of page/, in the order in which a browser runs them."""
+EXPLORING, HOLD = "exploring", "hold"
+"""Phases of a rule that is fed by a probe: it explores in some rounds, then holds what it has."""
 
 
 def page(logs: Sequence[Log]) -> str:
-    """The whole HTML file."""
+    """The HTML file for these runs, as text."""
     data = json.dumps(
         {"runs": [collect(log) for log in logs]}, allow_nan=False, separators=(",", ":")
     )
-    text = files("hdet_scale.runs").joinpath("report.html").read_text(encoding="utf-8")
+    text = _part("page.html").replace("/*STYLE*/", _part("page.css"))
+    text = text.replace("/*SCRIPT*/", "\n".join(_part(f"{name}.js") for name in SCRIPTS))
     # A script element ends at its end tag, wherever that stands.
     return text.replace("/*DATA*/", data.replace("</", "<\\/"))
 
 
+def _part(name: str) -> str:
+    return files("hdet_scale.runs").joinpath("page", name).read_text(encoding="utf-8")
+
+
 def collect(log: Log) -> dict[str, Any]:
-    """What the page needs of one run. A race is a thing of its own: its heats are no rounds, and
-    its steps none of the schedule."""
-    race, rounds = race_of(log), _rounds_of_run(log)
-    groups = [*_groups(rounds)]
-    found = {
+    """What the page needs of one run, as JSON has it. The steps of a search are not part of the
+    run's schedule."""
+    groups = [*_groups(log.rounds)]
+    run = {
         "name": log.name,
         "run": plain(log.starts[-1]["run"]) if log.starts else {},
         "finished": log.end is not None,
-        "replicas": max((len(line["losses"]) for line in rounds), default=0),
+        "replicas": max((len(line["losses"]) for line in log.rounds), default=0),
         "factors": _factors(log),
-        "race": race,
+        "search": search_of(log),
         "watch": watch_of(log),
-        "rounds": len(rounds),
+        "rounds": len(log.rounds),
         "group": max(map(len, groups), default=1),
         "steps": _steps(log),
-        "round": _rounds(groups, steps_of_race(log)),
-        "marks": _marks(rounds),
+        "round": _rounds(groups, steps_of_search(log)),
+        "verdicts": [
+            [line["step"], line["probe"]["verdict"]]
+            for line in log.rounds
+            if line["probe"] and line["probe"]["verdict"]
+        ],
         "events": _events(log)[-EVENTS:],
         "totals": _totals(log),
     }
-    return _short(found)  # type: ignore[no-any-return]
-
-
-def _rounds_of_run(log: Log) -> list[dict[str, Any]]:
-    return [line for line in log.rounds if line.get("phase") not in (PHASE, WATCH)]
+    return _short(run)  # type: ignore[no-any-return]
 
 
 def _steps_of_run(log: Log) -> list[dict[str, Any]]:
-    race = steps_of_race(log)
-    return [line for line in log.steps if line["step"] > race]
+    """The sampled steps after the search."""
+    searched = steps_of_search(log)
+    return [line for line in log.steps if line["step"] > searched]
 
 
 def _factors(log: Log) -> list[str]:
-    names = [name for line in log.rounds[:1] for name in line["bases"]]
-    return names or [name for line in log.steps[:1] for name in line["bases"]]
+    lines = [*(x["bases"] for x in log.rounds[:1]), *(x["rates"] for x in log.trials[:1])]
+    lines += [x["bases"] for x in log.steps[:1]]
+    return [*lines[0]] if lines else []
 
 
 def _groups(lines: Sequence[dict[str, Any]]) -> Iterable[Sequence[dict[str, Any]]]:
@@ -87,7 +100,7 @@ def _groups(lines: Sequence[dict[str, Any]]) -> Iterable[Sequence[dict[str, Any]
 
 
 def _steps(log: Log) -> dict[str, Any]:
-    """Sampled steps: the loss, and of each factor the base."""
+    """The loss and each factor's base at the sampled steps."""
     groups = [*_groups(_steps_of_run(log))]
     return {
         "x": [g[-1]["step"] for g in groups],
@@ -99,7 +112,7 @@ def _steps(log: Log) -> dict[str, Any]:
 
 
 def _rounds(groups: Sequence[Sequence[dict[str, Any]]], start: int) -> dict[str, Any]:
-    """Column by column; the first round began after step `start`."""
+    """The rounds, column by column; the first began after step `start`."""
     if not groups:
         return {"x": []}
     first = groups[0][0]
@@ -123,78 +136,98 @@ def _rounds(groups: Sequence[Sequence[dict[str, Any]]], start: int) -> dict[str,
         },
         "evidence": _evidence(groups),
         "seconds": [_mean(line["seconds"] for line in g) for g in groups],
-        "probe": [_mean(line.get("probe_seconds") for line in g) for g in groups],
-        "phase": [g[-1].get("phase") or "" for g in groups],
+        "probe": [_mean(line["probe"]["seconds"] for line in g if line["probe"]) for g in groups],
+        "phase": _phases(groups),
     }
+
+
+def _phases(groups: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """The phase of each group; empty where the run's rule is not fed by a probe."""
+    if not any(line["probe"] for g in groups for line in g):
+        return [""] * len(groups)
+    return [EXPLORING if g[-1]["probe"] else HOLD for g in groups]
 
 
 def _evidence(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, list[float | None]]:
-    """The rule's own evidence where it gives one, and its velocity elsewhere."""
-    lines = [line for g in groups for line in g]
-    named = sorted({name for line in lines for name in line.get("evidence") or {}})
-    found = {
-        name: [_mean((line.get("evidence") or {}).get(name) for line in g) for g in groups]
-        for name in named
+    """The evidence of the probe where the rule is fed by one, and the rule's velocity elsewhere."""
+    shown = [[line["probe"]["evidence"] for line in g if line["probe"]] for g in groups]
+    names = sorted({name for g in shown for evidence in g for name in evidence})
+    if names:
+        return {n: [_mean(evidence.get(n) for evidence in g) for g in shown] for n in names}
+    moving = sorted({name for g in groups for line in g for name in line["velocities"]})
+    return {
+        f"velocity of {n}": [_mean(line["velocities"].get(n) for line in g) for g in groups]
+        for n in moving
     }
-    moving = sorted({name for line in lines for name in line.get("velocities") or {}})
-    for name in moving if not named else ():
-        values = [_mean(line["velocities"].get(name) for line in g) for g in groups]
-        found[f"velocity of {name}"] = values
-    return found
-
-
-def _marks(rounds: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """[step, verdict] of every round whose rule said something."""
-    return [[line["step"], line["verdict"]] for line in rounds if line.get("verdict")]
 
 
 def _events(log: Log) -> list[dict[str, Any]]:
-    """Quarantines, verdicts of a race and its watch, changes of phase, resumes, clamps and other
+    """Resumes, quarantines, changes of phase, verdicts of a search and its watch, clamps and other
     messages, by step."""
-    found = [
-        {"step": line["step"], "event": "resume", "text": f"resumed at step {line['step']}"}
+    events = [
+        _event(line, "resume", f"resumed at step {line['step']}")
         for line in log.starts
         if line["kind"] == "resume"
     ]
-    phase = ""
     for line in log.rounds:
         if line["quarantined"]:
             who = ", ".join(map(str, line["quarantined"]))
             text = f"replica {who} left out of the mean: a parameter or a loss was not finite"
-            found.append({"step": line["step"], "event": "quarantine", "text": text})
-        now = line.get("phase") or ""
-        if now in (PHASE, WATCH):
-            if line["verdict"]:
-                found.append({"step": line["step"], "event": now, "text": line["verdict"]})
-        elif now != phase:
-            text = f"{phase or 'start'} \u2192 {now or 'none'}"
-            found.append({"step": line["step"], "event": "phase", "text": text})
-            phase = now
+            events.append(_event(line, "quarantine", text))
+    decided = _decided(log)
+    said = {event["text"] for event in decided}
     for line in log.events:
-        if line["text"].startswith(("race, step", "watch, step")):
-            continue  # the verdict that its round has
-        clamp = line["event"] == "info" and "below the floor" in line["text"]
-        name = "clamp" if clamp else line["event"]
-        found.append({"step": line["step"], "event": name, "text": line["text"]})
-    return sorted(found, key=lambda e: e["step"])
+        # The library logs a verdict too, as "search, step 90: VERDICT".
+        if line["text"].partition(": ")[2] not in said:
+            clamp = line["event"] == "info" and "below the floor" in line["text"]
+            events.append(_event(line, "clamp" if clamp else line["event"], line["text"]))
+    return sorted([*events, *_changes(log), *decided], key=lambda e: e["step"])
+
+
+def _event(line: dict[str, Any], event: str, text: str) -> dict[str, Any]:
+    return {"step": line["step"], "event": event, "text": text}
+
+
+def _decided(log: Log) -> list[dict[str, Any]]:
+    """Verdicts of stages, searches and evaluations. A search that was completed has the verdict of
+    its last stage, which is there once."""
+    stages = [_event(line, "search", line["verdict"]) for line in log.trials if line["verdict"]]
+    ends = [_event(line, "search", line["verdict"]) for line in log.searches if line["verdict"]]
+    watch = [_event(line, "watch", line["verdict"]) for line in log.evaluations if line["verdict"]]
+    return [*stages, *(end for end in ends if end not in stages), *watch]
+
+
+def _changes(log: Log) -> list[dict[str, Any]]:
+    """Where a rule that is fed by a probe begins to explore, and where it begins to hold."""
+    probed = [line for line in log.rounds if line["probe"]]
+    if not probed:
+        return []
+    last = probed[-1]
+    # Nothing is averaged any more once the rule holds: no round may follow, only steps.
+    interval = last["step"] // (last["round"] + 1)
+    reached = max(line["step"] for line in (*log.rounds, *log.steps))
+    changes = [_event(probed[0], "phase", f"start \u2192 {EXPLORING}")]
+    if reached >= last["step"] + interval:
+        changes.append(_event(last, "phase", f"{EXPLORING} \u2192 {HOLD}"))
+    return changes
 
 
 def _totals(log: Log) -> dict[str, Any]:
-    """The numbers of the table at the top, of all lines."""
-    clock = [line["time"] for line in (*log.steps, *log.rounds)]
+    """The numbers of the table at the top."""
+    lines = [*log.steps, *log.records]
+    clock = [line["time"] for line in lines]
     spent = math.fsum(line["seconds"] or 0 for line in log.rounds)
     # A rule may explore at the beginning only: the last loss is the last of either.
-    rounds, steps = _rounds_of_run(log), _steps_of_run(log)
+    rounds, steps = log.rounds, _steps_of_run(log)
     late = rounds and (not steps or rounds[-1]["step"] >= 0.8 * steps[-1]["step"])
     shown = [_mean(x["losses"]) for x in rounds] if late else [x["loss"] for x in steps]
     last = shown[-max(1, len(shown) // 20) :]
-    lines = log.rounds or log.steps
     return {
-        "steps": max((line["step"] for line in (*log.steps, *log.rounds)), default=0),
+        "steps": max((line["step"] for line in lines), default=0),
         "loss": _mean(last),
         "seconds": max(clock) - min(clock) if clock else 0,
         "converge": spent,
-        "bytes": lines[-1].get("wire_bytes") if lines else None,
+        "bytes": rounds[-1]["wire_bytes"] if rounds else None,
         "speed": _median(line.get("tokens_per_second") for line in log.steps),
         "quarantined": sum(len(line["quarantined"]) for line in log.rounds),
         "resumes": sum(line["kind"] == "resume" for line in log.starts),
@@ -210,17 +243,17 @@ def _at(values: Sequence[float | None], index: int) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    heard = [v for v in values if v is not None]
-    return math.fsum(heard) / len(heard) if heard else None
+    known = [v for v in values if v is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    heard = [v for v in values if v is not None]
-    return statistics.median(heard) if heard else None
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
 
 
 def _short(value: Any) -> Any:
-    """Six digits are more than a screen shows."""
+    """The value with numbers of DIGITS digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -232,32 +265,42 @@ def _short(value: Any) -> Any:
 
 
 def write_tables(logs: Sequence[Log], folder: Path) -> list[Path]:
-    """Every round and every step of every run, unthinned: rounds.csv and steps.csv."""
+    """Write every step and every record of every run, unthinned, as CSV files.
+
+    Returns:
+        rounds.csv and steps.csv; trials.csv, searches.csv and evaluations.csv if there are some.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    rounds = [
-        {"run": log.name, **_flat({k: v for k, v in line.items() if k != "kind"})}
-        for log in logs
-        for line in log.rounds
-    ]
     steps = [
         {"run": log.name, "step": i + 1, **dict(zip(bases, row, strict=True))}
         for log in logs
         for bases in [log.bases()]
         for i, row in enumerate(zip(*bases.values(), strict=True))
     ]
+    tables = {"rounds": _rows(logs, "rounds"), "steps": steps}
+    tables |= {k: r for k in ("trials", "searches", "evaluations") if (r := _rows(logs, k))}
     written = []
-    for name, rows in (("rounds.csv", rounds), ("steps.csv", steps)):
+    for name, rows in tables.items():
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        with open(folder / name, "w", newline="", encoding="utf-8") as file:
+        written.append(folder / f"{name}.csv")
+        with open(written[-1], "w", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, columns)
             table.writeheader()
             table.writerows(rows)
-        written.append(folder / name)
     return written
 
 
+def _rows(logs: Sequence[Log], name: str) -> list[dict[str, Any]]:
+    """The lines in one of the lists of each log."""
+    return [
+        {"run": log.name, **_flat({k: v for k, v in line.items() if k != "kind"})}
+        for log in logs
+        for line in getattr(log, name)
+    ]
+
+
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """One cell for each number: {"losses": [1, 2]} as losses.0 and losses.1."""
+    """One cell for each value: {"losses": [1, 2]} becomes losses.0 and losses.1."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
         pairs = value.items()
@@ -277,18 +320,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; the exit code."""
     parser = argparse.ArgumentParser(
         prog="hdet report",
-        description="One page, without a network, that shows what the replicas of a run found.",
+        description="One page, without a network, that shows what the replicas of a run did.",
         epilog="example: hdet report runs/first runs/second -o report.html",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page")
-    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="every round and step as tables")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FOLDER", help="every step and record as tables"
+    )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     options = parser.parse_args(argv)
     try:
         logs = [read(run) for run in options.runs]
         for log in logs:
-            if not (log.steps or log.rounds):
+            if not (log.steps or log.records):
                 raise ValueError(f"{log.path} has no step yet: wait for the run's first lines")
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(page(logs), encoding="utf-8")

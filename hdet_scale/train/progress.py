@@ -20,7 +20,7 @@ LINE_SECONDS = 2.0
 def shown(as_json: bool) -> Iterator[Show]:
     """Yield the function to call with each message of a run.
 
-    A message is a dict whose `kind` is "step", "round", "event" or "end".
+    A message is a dict whose `kind` is "step", "event", "end" or that of a record.
 
     Args:
         as_json: print each message as a line of JSON. Otherwise: a bar if the output is a terminal

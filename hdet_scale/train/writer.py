@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdet_scale.method.records import Record, RoundRecord
+from hdet_scale.method.records import Record
 from hdet_scale.models.gpt import GPTConfig
 from hdet_scale.runs.boards import boards
 from hdet_scale.runs.log import RunLog, plain
@@ -89,9 +89,7 @@ class Writer:
 
     def _record(self, record: Record) -> None:
         self.log.record(record)
-        if isinstance(record, RoundRecord):
-            message = {"kind": "round", "step": record.step, "losses": record.losses}
-            self.show(plain({**message, "bases": record.bases}))
+        self.show({"kind": record.kind, **plain(record)})
 
     def event(self, event: str, text: str, step: int) -> None:
         """Write something that happened once: a checkpoint, a stop."""

@@ -126,7 +126,7 @@ def _real(rank: int, size: int, name: str) -> Any:
         optimizer, rate, total_steps=S, rule="race", model=model, probe=probe, cycle_momentum=False
     )
     heard: list[Any] = []
-    scheduler.on_round(heard.append)
+    scheduler.on_record(heard.append)
     heats, rule = 0, scheduler._search.rule  # type: ignore[union-attr]
     while scheduler.searching:
         heats += 1
@@ -138,7 +138,7 @@ def _real(rank: int, size: int, name: str) -> Any:
             loss.backward()
             optimizer.step()
             scheduler.step(loss)
-    return [r.losses for r in heard], rule.scale
+    return [r.losses for r in heard if r.kind == "trial"], rule.scale
 
 
 def _real_in_teams(rank: int, size: int, name: str) -> Any:

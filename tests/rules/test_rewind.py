@@ -52,21 +52,22 @@ def _overshot(rank: int, size: int) -> Any:
     lockstep = same(everything(run), [*parameters(plain), *buffers(plain), *moments(optimizer)])
     run.steps(4 * T - 1, ENDS)
     kept = run.scheduler._round._mark is not None or len(run.scheduler._hooks) > 0
-    return back, lockstep, kept, [(r.phase, r.verdict) for r in run.records]
+    return back, lockstep, kept, [r.probe.verdict for r in run.records], run.phase
 
 
 def test_the_way_down_goes_back_to_the_bit(pair: Fleet) -> None:
     """From there the steps are those of a fresh run at a tenth of the learning rate; the mark is
     given up once the climb holds."""
     results = pair.run(_overshot)
-    for back, lockstep, kept, told in results:
+    for back, lockstep, kept, told, phase in results:
         assert back
         assert lockstep
         assert not kept
         assert told == results[0][3]
-    said = [verdict for _, verdict in results[0][3]]
+        assert phase == "hold"
+    said = results[0][3]
     assert [BACK in verdict for verdict in said[:5]] == [False, False, True, False, True]
-    assert results[0][3][-1] == ("hold", "hold: the slope has given out")
+    assert said[-1] == "hold: the slope has given out"
 
 
 def _resumed(rank: int, size: int, at: int) -> Any:
@@ -110,7 +111,7 @@ def _all_lost(rank: int, size: int) -> Any:
     run.steps(2 * T - 1, 2 * T)
     back = same(parameters(run.model), start)
     run.steps(2 * T, 3 * T)
-    return back, run.records[1].verdict, run.records[1].quarantined, parameters(run.model)
+    return back, run.records[1].probe.verdict, run.records[1].quarantined, parameters(run.model)
 
 
 def test_when_no_replica_is_finite_all_go_back(pair: Fleet) -> None:
@@ -129,14 +130,14 @@ def _other_converge(rank: int, size: int, policy: dict[str, Any]) -> Any:
     start, back = parameters(run.model), []
 
     def look(record: RoundRecord) -> None:
-        if BACK in record.verdict:
+        if record.probe is not None and BACK in record.probe.verdict:
             back.append(same(parameters(run.model), start))
 
     run.scheduler.on_round(look)
     run.steps(0, 3 * T - 1)
     lose(run)
     run.steps(3 * T - 1, 25 * T)
-    return back, run.records[-1].phase, parameters(run.model)
+    return back, run.phase, parameters(run.model)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def _slope_on_shards(rank: int, size: int) -> Any:
     run, records = on_shards("slope"), []
     run.scheduler.on_round(records.append)
     run.train(rank, 0, ROUNDS * T)
-    return [(r.bases, r.verdict, r.evidence) for r in records]
+    return [(r.bases, r.probe.verdict, r.probe.evidence) for r in records]
 
 
 def _slope_on_ddp(rank: int, size: int) -> Any:
@@ -199,7 +200,7 @@ def _slope_on_ddp(rank: int, size: int) -> Any:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step(loss)
-    return [(r.bases, r.verdict, r.evidence) for r in records]
+    return [(r.bases, r.probe.verdict, r.probe.evidence) for r in records]
 
 
 def test_the_slope_rule_decides_on_shards_as_on_whole_replicas(pair: Fleet, quartet: Fleet) -> None:

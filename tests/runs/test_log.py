@@ -1,16 +1,17 @@
-"""The run log: whole lines whatever kills the writer, no step twice, boards with stable keys."""
+"""The run log: whole lines whatever kills the writer, no step and no record twice."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet_scale.runs import boards
-from hdet_scale.runs import log as runlog
 from hdet_scale.method.records import RoundRecord
+from hdet_scale.runs import log as runlog
 from hdet_scale.runs.log import RunLog, read
-
-
-def record(step: int, **changes: Any) -> RoundRecord:
-    values: dict[str, Any] = {
-        "round": step // 10 - 1,
-        "step": step,
-        "losses": (2.5, math.nan),
-        "values": {"lr/group0": (1e-3, 1.2e-3), "lr/group1": (1e-4, 1.2e-4)},
-        "bases": {"lr/group0": 1.1e-3, "lr/group1": 1.1e-4},
-        "velocities": {"lr/group0": 3e-5, "lr/group1": -3e-6},
-        "quarantined": (1,),
-        "seconds": 0.25,
-        "wire_bytes": 4096,
-    }
-    return RoundRecord(**(values | changes))
+from tests.support.sample_records import a_round, a_search, a_trial, an_evaluation
 
 
 def run(log: RunLog, first: int, last: int) -> None:
@@ -44,7 +30,7 @@ def run(log: RunLog, first: int, last: int) -> None:
     for step in range(first + 5, last + 1, 5):
         log.step(step, 1 / step, {"lr/group0": [1 / (step - 4 + i) for i in range(5)]})
         if step % 10 == 0:
-            log.round(record(step))
+            log.record(a_round(step))
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -67,6 +53,7 @@ def test_lines_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert found.rounds[1]["round"] == 1
     assert found.rounds[0]["losses"] == [2.5, None]
     assert found.rounds[0]["quarantined"] == [1]
+    assert found.rounds[0]["probe"] is None
     assert found.events[0]["text"] == "step-20"
     assert found.end is not None
     assert found.end["loss"] is None
@@ -149,7 +136,55 @@ def test_what_the_library_says_becomes_events(tmp_path: Path) -> None:
     assert (logger.level, logger.handlers) == before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def test_every_field_of_every_record_is_in_a_line_of_its_kind(tmp_path: Path) -> None:
+    records = [a_trial(8), a_search(8), an_evaluation(12), a_round(20, probed=True)]
+    with RunLog(tmp_path) as log:
+        for record in records:
+            log.record(record)
+    assert [line["kind"] for line in told(tmp_path)] == ["trial", "search", "evaluation", "round"]
+    for record, line in zip(records, told(tmp_path), strict=True):
+        assert set(line) == {"kind", *(f.name for f in dataclasses.fields(record))}
+    found = read(tmp_path)
+    assert found.records == [*found.rounds, *found.trials, *found.searches, *found.evaluations]
+    assert (found.rounds[0]["step"], found.rounds[0]["probe"]["evidence"]["noise"]) == (20, 2.0)
+    assert found.trials[0]["stage"] == "coarse"
+    assert found.trials[0]["losses"] == [2.5, None], "a level that diverged"
+    assert found.searches[0]["taken"] == {"lr/group0": 1e-3, "lr/group1": 1e-4}
+    assert found.searches[0]["completed"] is True
+    assert (found.evaluations[0]["loss"], found.evaluations[0]["losses"]) == (None, [2.0, None])
+    assert found.evaluations[0]["restart"] is True
+
+
+def test_a_resume_cuts_records_of_later_steps(tmp_path: Path) -> None:
+    for step in (0, 8):
+        with RunLog(tmp_path, step=step) as log:
+            log.begin({})
+            for record in [a_trial(8), a_search(8)] if step == 0 else []:
+                log.record(record)
+            log.record(an_evaluation(12))
+    kinds = [line["kind"] for line in told(tmp_path)]
+    assert kinds == ["start", "trial", "search", "resume", "evaluation"]
+
+
+def test_the_examples_of_the_document_are_lines_of_this_schema(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runlog.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    lines = [json.loads(line) for block in blocks for line in block.splitlines()]
+    records = {r.kind: r for r in (a_round(10), a_trial(4), a_search(4), an_evaluation(8))}
+    kinds = [line["kind"] for line in lines]
+    assert kinds == ["start", "step", "round", "trial", "search", "evaluation", "event", "end"]
+    for line in lines:
+        if line["kind"] in records:
+            fields = {f.name for f in dataclasses.fields(records[line["kind"]])}
+            assert set(line) == {"kind", "time", *fields}
+            assert all(f"`{name}`" in text for name in fields)
+    (tmp_path / runlog.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read(tmp_path)
+    assert len(found.records) == 4
+    assert found.end is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Later(RoundRecord):
     """A record that has gained a field."""
 
@@ -157,14 +192,28 @@ class Later(RoundRecord):
 
 
 def test_fields_that_a_record_gains_are_written(tmp_path: Path) -> None:
-    base = record(10, evidence={"lr/group0": -0.5, "noise": 2.0}, phase="climb")
+    base = a_round(10)
     later = Later(**{name: getattr(base, name) for name in RoundRecord.__slots__})
     with RunLog(tmp_path) as log:
-        log.round(later)
-    line = read(tmp_path).rounds[0]
-    assert (line["mood"], line["phase"], line["evidence"]["noise"]) == ("calm", "climb", 2.0)
-    assert boards.round_scalars(later)["hdet/slope/group0"] == -0.5
-    assert boards.round_scalars(later)["hdet/noise"] == 2.0
+        log.record(later)
+    assert read(tmp_path).rounds[0]["mood"] == "calm"
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_log_of_an_older_schema_is_refused_and_left_as_it_is(tmp_path: Path, schema: int) -> None:
+    path = tmp_path / runlog.FILE
+    path.write_text(f'{{"kind":"start","step":0,"schema":{schema}}}\n')
+    before = path.read_bytes()
+    wanted = (
+        rf"log.jsonl has schema {schema}, of an older version of hdet_scale; this version reads "
+        r"and writes schema 3: report, replay or resume that run with the version that wrote it, "
+        r"or choose another folder"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        read(tmp_path)
+    with pytest.raises(ValueError, match=wanted):
+        RunLog(tmp_path, step=5)  # a resume would leave a log that no version can read
+    assert path.read_bytes() == before
 
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
@@ -175,11 +224,8 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is not a line of a run log"):
         read(tmp_path)
     path.write_text('{"kind":"start","step":0,"schema":99}\n')
-    with pytest.raises(ValueError, match="has schema 99 and this version reads and writes 2"):
+    with pytest.raises(ValueError, match="has schema 99, of another version of hdet_scale"):
         read(tmp_path)
-    with pytest.raises(ValueError, match="or another folder"):
-        RunLog(tmp_path, step=5)  # a resume would leave a log that nobody reads
-    assert path.read_text() == '{"kind":"start","step":0,"schema":99}\n'
     path.write_text('{"kind":"step","step":9,"loss":1,"bases":{"lr/group0":[0.1]}}\n')
     with pytest.raises(ValueError, match="the schedule has a gap"):
         read(tmp_path).bases()
@@ -190,40 +236,3 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "write", lambda file, data: len(data) - 1)
         with pytest.raises(OSError, match="the disk may be full"):
             log.begin({})
-
-
-def test_tensorboard_gets_the_stable_keys(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the boards extra is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for first, last in ((0, 30), (10, 20)):  # killed at 30, resumed at 10
-        board = boards.TensorBoard(tmp_path / "tensorboard", step=first)
-        with RunLog(tmp_path, step=first, boards=[board]) as log:
-            run(log, first, last)
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert set(found.Tags()["scalars"]) == {
-        "hdet/base_lr/group0",
-        "hdet/base_lr/group1",
-        "hdet/velocity/group0",
-        "hdet/velocity/group1",
-        "hdet/replica0/lr",
-        "hdet/replica1/lr",
-        "hdet/replica0/lr/group1",
-        "hdet/replica1/lr/group1",
-        "hdet/replica0/loss",
-        "hdet/converge_seconds",
-        "hdet/wire_bytes",
-        "hdet/quarantined",
-        "hdet/loss",
-    }
-    assert [e.step for e in found.Scalars("hdet/wire_bytes")] == [10, 20]
-    assert found.Scalars("hdet/replica1/lr")[0].value == pytest.approx(1.2e-3)
-
-
-def test_boards_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no board called 'easel'"):
-        boards.boards(["easel"], tmp_path, step=0)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install hdet_scale\[boards\]"):
-        boards.boards(["wandb"], tmp_path, step=0)

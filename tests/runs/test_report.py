@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,24 +15,29 @@ from typing import Any
 import pytest
 
 from hdet_scale import cli
+from hdet_scale.method.records import ProbeRecord, RoundRecord
 from hdet_scale.runs import report
-from hdet_scale.runs.searched import race_of
-from hdet_scale.method.records import RoundRecord
 from hdet_scale.runs.log import RunLog, read
+from hdet_scale.runs.search_log import search_of
 from tests.support.browser import Browser, chromium
 from tests.support.raced import raced
+from tests.support.sample_records import a_search, a_trial, an_evaluation
 
-FIGURES = ("loss", "schedule", "fan", "evidence", "heat", "cost")
+FIGURES = ("loss", "schedule", "fan", "evidence", "replicas", "cost")
 
 
-def a_run(folder: Path, *, rounds: int, replicas: int = 4, interval: int = 5) -> Path:
-    """A run whose base climbs and falls, with a quarantine, a clamp and a resume."""
+def a_run(
+    folder: Path, *, rounds: int, replicas: int = 4, interval: int = 5, probed: int = 0
+) -> Path:
+    """A run whose base climbs and falls, with a quarantine, a clamp and a resume; its rule is fed
+    by a probe in the first rounds."""
     draw = random.Random(rounds)
     for first, last in ((0, rounds // 2), (rounds // 2, rounds)):
         log = RunLog(folder, step=first * interval)
         log.begin({"engine": "ddp", "size": "tiny", "replicas": replicas, "shards": 1})
         for index in range(first, last):
-            _round(log, draw, index, rounds, replicas, interval)
+            probe = _probe(index) if index < probed else None
+            _round(log, draw, index, rounds, replicas, interval, probe)
         if last == rounds and rounds:
             log.end(last * interval)
         log.close()
@@ -39,7 +45,13 @@ def a_run(folder: Path, *, rounds: int, replicas: int = 4, interval: int = 5) ->
 
 
 def _round(
-    log: RunLog, draw: random.Random, index: int, rounds: int, replicas: int, interval: int
+    log: RunLog,
+    draw: random.Random,
+    index: int,
+    rounds: int,
+    replicas: int,
+    interval: int,
+    probe: ProbeRecord | None,
 ) -> None:
     step = (index + 1) * interval
     base = 1e-3 * math.sin(math.pi * (index + 1) / (rounds + 1))
@@ -51,7 +63,7 @@ def _round(
         log.event("info", "lr/group0: the rule asked for 1, below the floor </script> of it")
     log.step(step, loss, {"lr/group0": [base] * interval, "lr/group1": [2 * base] * interval})
     rates = tuple(base * (1 + 0.1 * (r - (replicas - 1) / 2)) for r in range(replicas))
-    log.round(
+    log.record(
         RoundRecord(
             round=index,
             step=step,
@@ -62,29 +74,25 @@ def _round(
             quarantined=(0,) if bad else (),
             seconds=0.02 + draw.random() / 100,
             wire_bytes=4_000_000,
+            probe=probe,
         )
     )
 
 
-def say_more(folder: Path) -> Path:
-    """The same lines with the fields of a rule that has phases, verdicts and evidence."""
-    path = folder / "log.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    rounds = [line for line in lines if line["kind"] == "round"]
-    for i, line in enumerate(rounds):
-        climbing = i < len(rounds) // 3
-        line |= {"phase": "climb" if climbing else "hold", "probe_seconds": 0.01}
-        line |= {"verdict": "up" if climbing and i % 3 == 2 else "", "probe_losses": [1.0, 2.0]}
-        line["evidence"] = {"t/group0": -3.0 + i / 10, "slope/group0": -0.1}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+def _probe(index: int) -> ProbeRecord:
+    return ProbeRecord(
+        losses=(1.0, 2.0),
+        seconds=0.01,
+        verdict="up" if index % 3 == 2 else "",
+        evidence={"t/group0": -3.0 + index / 10, "slope/group0": -0.1},
+    )
 
 
 def off_the_cliff(folder: Path) -> Path:
-    """The highest level of the race's first stage diverged, and the one below it nearly."""
+    """The highest level of the search's coarse stage diverged, and the one below it nearly."""
     path = folder / "log.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    coarse = [line for line in lines if line["kind"] == "round"][:8]
+    coarse = [line for line in lines if line.get("stage") == "coarse"]
     coarse[-1]["losses"], coarse[-2]["losses"] = [None], [1e6]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -113,11 +121,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def check_drawn(browser: Browser, figures: Sequence[str] = FIGURES) -> None:
-    """Every figure has drawn marks, and its pixels are not the empty card; others are not seen."""
+    """Every figure has drawn something, and its pixels are not the empty card; no other is seen."""
     seen = "[...document.querySelectorAll('figure')].filter((f) => f.offsetParent).map((f) => f.id)"
     assert set(browser.value(seen)) == set(figures)
     for name in figures:
-        marks, share = browser.value(
+        drawn, share = browser.value(
             f"""(() => {{ const c = document.querySelector('#{name} canvas');
             const copy = Object.assign(document.createElement('canvas'),
               {{ width: c.width, height: c.height }});
@@ -127,16 +135,16 @@ def check_drawn(browser: Browser, figures: Sequence[str] = FIGURES) -> None:
             let other = 0;
             for (let i = 0; i < p.length; i += 4)
               other += p[i] !== p[0] || p[i + 1] !== p[1] || p[i + 2] !== p[2];
-            return [Number(c.dataset.marks), other / (p.length / 4)]; }})()"""
+            return [Number(c.dataset.drawn), other / (p.length / 4)]; }})()"""
         )
-        assert marks > 0, name
+        assert drawn > 0, name
         assert share > 0.01, name
     assert browser.complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_figure_draws_for_every_run(browser: Browser, tmp_path: Path, scheme: str) -> None:
-    runs = [a_run(tmp_path / "paper", rounds=30), say_more(a_run(tmp_path / "climb", rounds=40))]
+    runs = [a_run(tmp_path / "paper", rounds=30), a_run(tmp_path / "slope", rounds=40, probed=13)]
     runs += [plain_run(tmp_path / "plain"), a_run(tmp_path / "many", rounds=30, replicas=40)]
     page = tmp_path / "report.html"
     assert report.main([*map(str, runs), "-o", str(page)]) == 0
@@ -158,43 +166,89 @@ def test_every_figure_draws_for_every_run(browser: Browser, tmp_path: Path, sche
     browser.size(1400, 1000)
     assert wide <= 500
     events = browser.value("document.getElementById('events').textContent")
-    for word in ("quarantine", "resume", "clamp", "climb \u2192 hold", "</script>"):
+    for word in ("quarantine", "resume", "clamp", "exploring \u2192 hold", "</script>"):
         assert word in events
     hover = "FIGURES.fan.hover(100, RUNS[0]).length + FIGURES.evidence.hover(9, RUNS[1]).length"
     assert browser.value(hover) == 5 + 2
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_race_has_its_own_figure_and_leaves_the_fan_to_the_run(
+def test_a_search_has_its_own_figure_and_leaves_the_fan_to_the_run(
     browser: Browser, tmp_path: Path, scheme: str
 ) -> None:
-    page, run = tmp_path / "report.html", tmp_path / "raced"
+    page, run = tmp_path / "report.html", tmp_path / "searched"
     raced(run)
     other = a_run(tmp_path / "paper", rounds=12)
     assert report.main([str(off_the_cliff(run)), str(other), "-o", str(page)]) == 0
     browser.prefer(scheme)
     browser.open(page)
-    check_drawn(browser, ("loss", "schedule", "fan", "race"))
-    race = race_of(read(run))
-    assert race is not None
-    found, peaks = race["found"]["lr/group0"], race["stages"][0]["rates"]["lr/group0"]
-    low, high = browser.value("FIGURES.race.plot.x")
-    assert low < min(peaks) < max(peaks) < high
+    check_drawn(browser, ("loss", "schedule", "fan", "search"))
+    search = search_of(read(run))
+    assert search is not None
+    taken, rates = search["taken"]["lr/group0"], search["stages"][0]["rates"]["lr/group0"]
+    low, high = browser.value("FIGURES.search.plot.x")
+    assert low < min(rates) < max(rates) < high
     # A million nats are above the frame, and so is what diverged.
-    assert browser.value("FIGURES.race.plot.y[1]") < 100
-    words = browser.value("FIGURES.race.plot.legend.map((e) => e.label).join()")
-    assert "above the frame, or diverged" in words
-    assert browser.value(f"FIGURES.race.hover({max(peaks)}, RUNS[0])[0][1]") == "diverged"
-    assert browser.value("FIGURES.fan.plot.y[1]") <= 10 * found
-    note = browser.value("document.getElementById('race').textContent")
-    for stage in race["stages"]:
-        assert stage["verdict"].replace(" x the", " \u00d7 the") in note
-    rows = browser.value("FIGURES.race.table(RUNS[0])")
-    assert [row[2] for row in rows[1:9]] == [
-        pytest.approx(x, rel=1e-5) if x is not None else None for x in race["stages"][0]["losses"]
+    assert browser.value("FIGURES.search.plot.y[1]") < 100
+    words = browser.value("FIGURES.search.plot.legend.map((e) => e.label).join()")
+    assert words == "coarse stage,fine stage,above the frame, or diverged"
+    assert browser.value(f"FIGURES.search.hover({max(rates)}, RUNS[0])[0][1]") == "diverged"
+    assert browser.value("FIGURES.fan.plot.y[1]") <= 10 * taken
+    note = browser.value("document.getElementById('search').textContent")
+    for stage in search["stages"]:
+        assert re.sub(r"(\d) x\b", "\\1 \u00d7", stage["verdict"]) in note
+    assert f"the search took {search['steps']} of 1,600 steps" in note
+    rows = browser.value("FIGURES.search.table(RUNS[0])")
+    assert [(row[0], row[2]) for row in rows[1:9]] == [
+        ("coarse", pytest.approx(x, rel=1e-5) if x is not None else None)
+        for x in search["stages"][0]["losses"]
     ]
     browser.value("{const s = document.getElementById('run'); s.value = 1; s.onchange()}")
     check_drawn(browser)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_watch_that_restarted_the_run_has_its_own_figure(
+    browser: Browser, tmp_path: Path, scheme: str
+) -> None:
+    page, run = tmp_path / "report.html", tmp_path / "overfits"
+    raced(run, overfits=True)
+    assert report.main([str(run), "-o", str(page)]) == 0
+    browser.prefer(scheme)
+    browser.open(page)
+    check_drawn(browser, ("loss", "schedule", "fan", "search", "watch"))
+    lines = read(run).evaluations
+    (back,) = [i for i, line in enumerate(lines) if line["restart"]]
+    first, second = browser.value("FIGURES.watch.stretches(RUNS[0])")
+    assert first["xs"] == [line["step"] for line in lines[: back + 1]]
+    assert second["xs"] == [line["step"] for line in lines[back + 1 :]]
+    search = search_of(read(run))
+    assert search is not None
+    began = search["taken"]["lr/group0"] / search["initial"]["lr/group0"]
+    assert first["scale"] == pytest.approx(began, rel=1e-4)
+    assert second["scale"] == pytest.approx(lines[back]["scale"], rel=1e-5)
+    note = browser.value("document.getElementById('watch').textContent")
+    assert "The run restarted once" in note
+    rows = browser.value("FIGURES.watch.table(RUNS[0])")[1:]
+    assert [row[0] for row in rows] == [line["step"] for line in lines]
+
+
+def test_a_search_under_way_or_given_up_says_so(browser: Browser, tmp_path: Path) -> None:
+    page, run, early = tmp_path / "report.html", tmp_path / "under_way", tmp_path / "given_up"
+    raced(run, stop=50)
+    with RunLog(early) as log:
+        log.record(a_trial(4))
+        log.record(a_search(20, completed=False, verdict="given up: too many checkpoints"))
+        log.step(30, 2.0, {"lr/group0": [1e-4] * 30, "lr/group1": [1e-5] * 30})
+    assert report.main([str(run), str(early), "-o", str(page)]) == 0
+    browser.open(page)
+    check_drawn(browser, ("loss", "schedule", "fan", "search"))
+    assert "under_way: a search of 9 trials" in browser.value("document.body.textContent")
+    note = "document.getElementById('search').textContent"
+    assert "the search is under way, 50 steps so far" in browser.value(note)
+    browser.value("{const s = document.getElementById('run'); s.value = 1; s.onchange()}")
+    check_drawn(browser, ("loss", "schedule", "fan", "search"))
+    assert "ended early after 20 steps (given up: too many checkpoints)" in browser.value(note)
 
 
 def test_ten_thousand_rounds_open_at_once_and_are_small(browser: Browser, tmp_path: Path) -> None:
@@ -204,7 +258,7 @@ def test_ten_thousand_rounds_open_at_once_and_are_small(browser: Browser, tmp_pa
     seconds = browser.open(page)
     check_drawn(browser)
     assert seconds < 3
-    assert "mean of 5 rounds" in browser.value("document.getElementById('heat').textContent")
+    assert "mean of 5 rounds" in browser.value("document.getElementById('replicas').textContent")
 
 
 def test_exports_hold_the_numbers(browser: Browser, tmp_path: Path) -> None:
@@ -232,15 +286,23 @@ def test_exports_hold_the_numbers(browser: Browser, tmp_path: Path) -> None:
     assert [int(row["step"]) for row in fan] == [line["step"] for line in rounds]
     got = [float(row["replica 2"]) for row in fan]
     assert got == pytest.approx([line["values"]["lr/group0"][2] for line in rounds], rel=1e-5)
-    heat = list(csv.DictReader((home / "heat.csv").open()))
-    assert heat[20 // 3]["replica 0"] == ""
-    assert float(heat[0]["replica 0"]) == pytest.approx(rounds[0]["losses"][0], rel=1e-5)
+    losses = list(csv.DictReader((home / "replicas.csv").open()))
+    assert losses[20 // 3]["replica 0"] == ""
+    assert float(losses[0]["replica 0"]) == pytest.approx(rounds[0]["losses"][0], rel=1e-5)
 
 
 def test_the_page_needs_no_network_and_no_code_of_others(tmp_path: Path) -> None:
     text = report.page([read(a_run(tmp_path / "run", rounds=6))])
     assert "://" not in text
     assert text.count("</script>") == 2
+
+
+def test_every_file_of_the_page_is_in_it() -> None:
+    home = Path(report.__file__).parent / "page"
+    parts = {p.relative_to(home).with_suffix("").as_posix() for p in home.rglob("*.js")}
+    assert parts == set(report.SCRIPTS)
+    for path in home.rglob("*.*"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path.name
 
 
 def test_thinning_keeps_means_edges_and_every_quarantine(
@@ -266,6 +328,46 @@ def test_thinning_keeps_means_edges_and_every_quarantine(
     assert found["totals"]["resumes"] == found["totals"]["quarantined"] == 1
 
 
+def test_phases_of_a_rule_that_is_fed_by_a_probe(tmp_path: Path) -> None:
+    """It holds where no probe is in a round, or where steps go on without a round."""
+    page = report.collect(read(a_run(tmp_path / "local", rounds=9, probed=6)))
+    assert page["round"]["phase"] == ["exploring"] * 6 + ["hold"] * 3
+    assert page["round"]["probe"] == [0.01] * 6 + [None] * 3
+    assert page["round"]["evidence"]["t/group0"][5:] == [-2.5, None, None, None]
+    assert page["verdicts"] == [[15, "up"], [30, "up"]]
+    changes = [(e["step"], e["text"]) for e in page["events"] if e["event"] == "phase"]
+    assert changes == [(5, "start \u2192 exploring"), (30, "exploring \u2192 hold")]
+    run = a_run(tmp_path / "shared", rounds=6, probed=6)
+    page = report.collect(read(run))
+    assert [e["text"] for e in page["events"] if e["event"] == "phase"] == [changes[0][1]]
+    with RunLog(run, step=30) as log:
+        log.step(35, 2.0, {"lr/group0": [1e-3] * 5, "lr/group1": [1e-3] * 5})
+    page = report.collect(read(run))
+    told = [(e["step"], e["text"]) for e in page["events"] if e["event"] == "phase"]
+    assert told == changes
+    page = report.collect(read(a_run(tmp_path / "paper", rounds=3)))
+    assert page["round"]["phase"] == ["", "", ""]
+    assert not [e for e in page["events"] if e["event"] == "phase"]
+
+
+def test_a_verdict_that_the_library_also_logs_is_one_event(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.event("info", "search, step 4: best around 3 x: fine trials are next", 4)
+        log.record(a_trial(4, verdict="best around 3 x: fine trials are next"))
+        log.record(a_trial(8, trial=1, stage="fine", verdict="proposes 3 x"))
+        log.record(a_search(8, trials=2, verdict="proposes 3 x"))
+        log.event("info", "watch, step 12: the run restarts", 12)
+        log.record(an_evaluation(12))
+        log.event("warning", "something else: as well", 12)
+    events = report.collect(read(tmp_path))["events"]
+    assert [(e["step"], e["event"], e["text"]) for e in events] == [
+        (4, "search", "best around 3 x: fine trials are next"),
+        (8, "search", "proposes 3 x"),
+        (12, "warning", "something else: as well"),
+        (12, "watch", "the run restarts"),
+    ]
+
+
 def test_tables_have_every_round_and_step(tmp_path: Path) -> None:
     run, tables = a_run(tmp_path / "run", rounds=8), tmp_path / "tables"
     page = tmp_path / "deep" / "report.html"
@@ -276,6 +378,23 @@ def test_tables_have_every_round_and_step(tmp_path: Path) -> None:
     steps = list(csv.DictReader((tables / "steps.csv").open()))
     assert [float(r["lr/group1"]) for r in steps] == log.bases()["lr/group1"]
     assert len(steps) == 40
+    assert sorted(p.name for p in tables.iterdir()) == ["rounds.csv", "steps.csv"]
+
+
+def test_tables_of_a_search_have_every_trial_and_evaluation(tmp_path: Path) -> None:
+    run, tables = tmp_path / "run", tmp_path / "tables"
+    with RunLog(run) as log:
+        for record in (a_trial(4), a_trial(8, trial=1), a_search(8), an_evaluation(12)):
+            log.record(record)
+    page = ["-o", str(tmp_path / "report.html")]
+    assert report.main([str(run), *page, "--csv", str(tables)]) == 0
+    rows = {p.stem: list(csv.DictReader(p.open())) for p in tables.iterdir()}
+    assert {k: len(v) for k, v in rows.items()} == {
+        "rounds": 0, "steps": 0, "trials": 2, "searches": 1, "evaluations": 1,
+    }  # fmt: skip
+    assert [row["rates.lr/group0.1"] for row in rows["trials"]] == ["0.004", "0.004"]
+    assert rows["searches"][0]["taken.lr/group0"] == "0.001"
+    assert (rows["evaluations"][0]["restart"], rows["evaluations"][0]["loss"]) == ("True", "")
 
 
 def test_the_command_answers_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,9 @@ class Run:
         self.step = 0
         self.rates: list[float] = []
         self.records: list[Any] = []
-        self.scheduler.on_round(self.records.append)
+        self.scheduler.on_record(self.records.append)
+        self.rounds: list[Any] = []
+        self.scheduler.on_round(self.rounds.append)
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -334,6 +336,7 @@ def _a_whole_run(rank: int, size: int, kind: str, lr: float) -> Any:
     return {
         "raced": raced, "back": back, "during": during, "after": after, "found": found,
         "rates": run.rates, "parameters": parameters(run.model), "records": run.records,
+        "rounds": run.rounds,
     }  # fmt: skip
 
 
@@ -367,10 +370,18 @@ def test_after_the_race_the_run_is_plain_ddp_bit_for_bit(pair: Fleet, kind: str)
     plain = pair.run(_plain, one["raced"], one["rates"][one["raced"] :])
     assert same(one["parameters"], two["parameters"], *(weights for weights, _ in plain))
     assert one["after"] == plain[0][1]
-    heats = one["records"]
-    assert len(heats) == 8
-    assert [r.phase for r in heats] == ["race"] * 8
-    assert heats[-1].verdict.startswith("found")
+    assert one["rounds"] == [], "on_round gives rounds only"
+    *trials, end = one["records"]
+    assert [r.kind for r in trials] == ["trial"] * 8
+    assert [r.trial for r in trials] == list(range(8))
+    assert [r.stage for r in trials] == ["coarse"] * 4 + ["fine"] * 4
+    assert [bool(r.verdict) for r in trials] == [False, False, False, True] * 2
+    assert (end.kind, end.trials, end.completed) == ("search", 8, True)
+    assert end.step == trials[-1].step == one["raced"]
+    assert end.verdict == trials[-1].verdict
+    assert end.verdict.startswith("found")
+    assert end.initial == {"lr/group0": 3e-5}
+    assert end.taken == {"lr/group0": 3e-5 * one["found"]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -464,7 +475,9 @@ def test_a_race_that_never_ends_is_given_up(pair: Fleet) -> None:
         assert back
         assert hooks == 0
         assert record.verdict.startswith("given up")
-        assert record.evidence["over"] == 1.0, "a reader of the log knows where the run begins"
+        assert (record.kind, record.completed) == ("search", False)
+        assert record.step == steps, "a reader of the log knows where the run begins"
+        assert record.taken == record.initial
 
 
 def test_a_finished_race_is_carried_into_a_run_that_runs_none() -> None:

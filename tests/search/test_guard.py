@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge.pipeline import local
+from hdet_scale.method.records import EvaluationRecord
 from hdet_scale.search import marks
 from hdet_scale.search.probe import common_batches
-from hdet_scale.search.watch import PHASE
 from tests.support.fleet import Fleet
 from tests.support.raced import TURN, Way, short_runs
 from tests.support.toy import bits, buffers, learn, moments, parameters, same, toy
@@ -34,6 +34,10 @@ from tests.support.traffic import traffic
 S = 800
 LR = 1e-4
 KINDS = ("one cycle", "cosine")
+
+
+def evaluations(records: list[Any]) -> list[EvaluationRecord]:
+    return [record for record in records if isinstance(record, EvaluationRecord)]
 
 
 class Run:
@@ -51,7 +55,7 @@ class Run:
         self.rates: list[float] = []
         self.backs: list[int] = []
         self.records: list[Any] = []
-        self.scheduler.on_round(self.records.append)
+        self.scheduler.on_record(self.records.append)
 
     def scheduler_of(self, kind: str, gradients: str) -> Any:
         if kind == "one cycle":
@@ -72,10 +76,8 @@ class Run:
             learn(self.model, self.optimizer, self.step, self.rank)
             self.scheduler.step(self.way.trained())
             self.step += 1
-            if self.records and self.records[-1].evidence.get("back"):
+            if any(r.restart and r.step == self.step for r in evaluations(self.records)[-1:]):
                 self.backs.append(self.step)
-                self.records.append(self.records.pop())
-                self.records[-1].evidence["back"] = 0.0
 
     def begin(self) -> None:
         """To the first step of the run."""
@@ -144,7 +146,7 @@ def _a_whole_run(rank: int, size: int, kind: str) -> Any:
         "raced": raced, "found": found, "back": back, "rate": rate, "over": over, "left": left,
         "rates": run.rates, "parameters": parameters(run.model), "after": after, "hooks": hooks,
         "looked": run.way.looked - looked, "gone": run.way.gone(), "backs": run.backs,
-        "looks": [r for r in run.records if r.phase == PHASE],
+        "looks": evaluations(run.records),
     }  # fmt: skip
 
 
@@ -185,7 +187,7 @@ def test_a_run_that_overfits_starts_again_and_is_plain_ddp_after_it(pair: Fleet,
         optimizer.step()
         inner.step()
     first, left = one["left"], S - one["left"]
-    scale = one["looks"][-1].evidence["scale"]
+    scale = one["looks"][-1].scale
     expected = [scale * whole[t * S // left] for t in range(left)]
     assert one["rates"][first:] == pytest.approx(expected, rel=1e-12)
     # Bit for bit plain training, and nothing of ours once the watch is over.
@@ -195,8 +197,8 @@ def test_a_run_that_overfits_starts_again_and_is_plain_ddp_after_it(pair: Fleet,
     assert one["after"] == plain[0][1]
     assert one["looked"] == one["hooks"] == 0
     for look in one["looks"]:
-        assert math.isfinite(look.evidence["held_out"])
-        assert len(look.probe_losses) == 8
+        assert math.isfinite(look.loss)
+        assert len(look.losses) == 8
 
 
 def _interrupted(rank: int, size: int, kind: str, moment: str, own: bool) -> tuple[Any, Any, bool]:
@@ -356,14 +358,14 @@ def _sharded(rank: int, size: int, how: str, folder: str) -> Any:
 
     model, optimizer, scheduler, way = build()
     start, records, step = mine(model), [], 0
-    scheduler.on_round(records.append)
+    scheduler.on_record(records.append)
 
     def train(model: Any, optimizer: Any, scheduler: Any, way: Way, step: int) -> None:
         learn(model, optimizer, step, rank)
         scheduler.step(way.trained())
 
     saved: Any = None
-    while not (records and records[-1].evidence.get("back")) and step < S:
+    while not any(r.restart for r in evaluations(records)) and step < S:
         train(model, optimizer, scheduler, way, step)
         step += 1
         if saved is None and scheduler.watching:

@@ -135,13 +135,14 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def story(run: Path) -> list[dict[str, Any]]:
-    """Steps and rounds, without clocks."""
-    told = [line for line in lines(run) if line["kind"] in ("step", "round")]
+    """Steps and records, without clocks."""
+    kinds = ("step", "round", "trial", "search", "evaluation")
+    told = [line for line in lines(run) if line["kind"] in kinds]
     return [{k: v for k, v in line.items() if k not in CLOCKS} for line in told]
 
 
 def doubles(run: Path) -> int:
-    """Steps and rounds that are there more than once."""
+    """Steps and records that are there more than once."""
     keys = [(line["kind"], line["step"]) for line in story(run)]
     return len(keys) - len(set(keys))
 

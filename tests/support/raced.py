@@ -101,7 +101,7 @@ def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
     bases: list[list[float]] = []
     with RunLog(folder) as log:
         log.begin({"engine": "ddp", "size": "toy", "replicas": 1})
-        scheduler.on_round(log.round)
+        scheduler.on_record(log.record)
         for step in range(1, stop + 1):
             bases.append(scheduler.get_base_lr())
             loss = learn(model, optimizer, step, 0)

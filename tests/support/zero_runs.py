@@ -678,12 +678,16 @@ def racing(stage: int, dtype: str = "fp32", total: int = RACE_STEPS) -> Run:
     return run
 
 
+def after_each_trial(run: Run, work: Any) -> None:
+    run.scheduler.on_record(lambda record: work() if record.kind == "trial" else None)
+
+
 def raced(rank: int, size: int, stage: int) -> Any:
     """The race; then ten steps against plain DeepSpeed over the whole world at the rates found."""
     prepare(rank, size)
     run, step, back = racing(stage), 0, []
     start, whole = held(run), run.parameters()
-    run.scheduler.on_round(lambda _: back.append(same(held(run), start)))
+    after_each_trial(run, lambda: back.append(same(held(run), start)))
     while run.scheduler.searching:
         run.train(step, step + 1)
         step += 1
@@ -792,12 +796,12 @@ def guarded(rank: int, size: int, home: str, stage: int, shards: int) -> Any:
         return step
 
     (run, gone), records = fresh(), []
-    run.scheduler.on_round(records.append)
+    run.scheduler.on_record(records.append)
     start = held(run)
-    step = train(run, gone, 0, lambda _: records and records[-1].phase == "watch")
+    step = train(run, gone, 0, lambda _: records and records[-1].kind == "evaluation")
     run.engine.save_checkpoint(home)
     saved = step
-    step = train(run, gone, step, lambda _: records[-1].evidence["back"])
+    step = train(run, gone, step, lambda _: records[-1].restart)
     back = same(held(run), start)
     end = step + 20
     train(run, gone, step, lambda at: at == end)
@@ -814,7 +818,7 @@ def raced_in_fp16(rank: int, size: int, stage: int) -> Any:
     prepare(rank, size)
     run, scales = racing(stage, "fp16"), []
     start = run.engine.partitions.scale_state()
-    run.scheduler.on_round(lambda _: scales.append(run.engine.partitions.scale_state() == start))
+    after_each_trial(run, lambda: scales.append(run.engine.partitions.scale_state() == start))
     run.train(0, 3, bad={1: 1, 2: 1})
     moved = float(run.optimizer.loss_scale)
     step = 3

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hdet_scale import cli
 from hdet_scale.runs.log import read
-from hdet_scale.runs.searched import steps_of_race
+from hdet_scale.runs.search_log import steps_of_search
 from hdet_scale.search.decision import Race
 from hdet_scale.train import training_loop
 from hdet_scale.train.command import parse
@@ -55,7 +55,7 @@ def test_a_search_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Pat
     kills.finish([*kills.command(tmp_path, "fsdp race", "whole", 600), *end])
     words = [*kills.command(tmp_path, "fsdp race", "broken", 600), "--resume", *end]
     assert kills.break_off(words, signal.SIGKILL, heard=12, pause=0) == -signal.SIGKILL
-    race = steps_of_race(read(tmp_path / "whole"))
+    race = steps_of_search(read(tmp_path / "whole"))
     assert kills.reached(tmp_path / "broken") < race < 72
     assert race == Race(replicas=2, total_steps=600, adaptive=True).longest
     kills.finish(words)
