@@ -18,12 +18,12 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet_scale.config import HDETConfig, with_authors_names
 from hdet_scale.ddp import engine_for
@@ -32,6 +32,7 @@ from hdet_scale.factors.learning_rate import learning_rates
 from hdet_scale.factors.space import Factor, check_factors
 from hdet_scale.method.losses import check_loss
 from hdet_scale.method.paper import Descent
+from hdet_scale.phases.arguments import check_groups, check_inner, check_takeover, length_of
 from hdet_scale.phases.build import check_search, make_run
 from hdet_scale.phases.scheduler import PhasedScheduler
 from hdet_scale.runs.replay import ReplayLR
@@ -118,13 +119,13 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
             lr_of_lr=lr_of_lr,
             momentum_of_lr=momentum_of_lr,
         )
-        steps = _total_steps(total_steps, epochs, steps_per_epoch)
-        _check_takeover(config, steps)
+        steps = length_of(total_steps, epochs, steps_per_epoch)
+        check_takeover(config, steps)
         engine = engine or engine_for(
             optimizer, model, replicas, rank, world_size, buffers=config.converge.buffers
         )
         momenta = {"base_momentum": base_momentum, "max_momentum": max_momentum}
-        _check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
+        check_groups(optimizer, {"max_lr": max_lr} | (momenta if cycle_momentum else {}))
         super().__init__(
             optimizer,
             max_lr,
@@ -201,7 +202,9 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
                 f"Tried to step {self.last_epoch + 1} times. The specified number of total steps "
                 f"is {self.total_steps}: raise total_steps, or stop here and call finalize()"
             )
-        turn = self._count(checked)
+        turn = self._phase.count(checked)
+        if self._phase.successor is not None:
+            self._change()
         if turn.position is not None:
             self.last_epoch = int(turn.position)
             self._step_count = self.last_epoch + 1
@@ -268,7 +271,7 @@ class AutoLR(PhasedScheduler, LRScheduler):
         engine: Engine | None = None,
     ) -> None:
         # LRScheduler.__init__ would reset the optimizer's learning rates: not called on purpose.
-        self.scheduler = _check_inner(scheduler)
+        self.scheduler = check_inner(scheduler)
         self.optimizer = scheduler.optimizer
         config = config or HDETConfig()
         if config.decay == "floor":
@@ -314,7 +317,9 @@ class AutoLR(PhasedScheduler, LRScheduler):
         Args:
             loss: this rank's training loss, or None where there is none.
         """
-        turn = self._count(check_loss(loss))
+        turn = self._phase.count(check_loss(loss))
+        if self._phase.successor is not None:
+            self._change()
         try:
             if turn.position is not None:
                 go_to(self.scheduler, turn.position)
@@ -360,52 +365,3 @@ class AutoLR(PhasedScheduler, LRScheduler):
         self._run.schedule = [float(x) for x in state["schedule"]]
         self._load_hdet(state_dict["hdet"], self.last_epoch)
         self._write()
-
-
-def _check_inner(scheduler: object) -> LRScheduler:
-    if isinstance(scheduler, PhasedScheduler):
-        raise TypeError(f"{type(scheduler).__name__} explores already: do not wrap it again")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "ReduceLROnPlateau follows each rank's own metric, so that there is no shared base: "
-            "wrap a scheduler of the step count instead (cosine, LambdaLR, SequentialLR, ...)"
-        )
-    if not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"AutoLR wraps a torch LRScheduler, got {type(scheduler).__name__}: pass e.g. "
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)"
-        )
-    return scheduler
-
-
-def _total_steps(total: int | None, epochs: int | None, per_epoch: int | None) -> int | None:
-    """As torch infers it; None where torch itself will refuse."""
-    if total is not None:
-        return total
-    if isinstance(epochs, int) and isinstance(per_epoch, int):
-        return epochs * per_epoch
-    return None
-
-
-def _check_takeover(config: HDETConfig, steps: int | None) -> None:
-    if config.rule == "paper" and steps is not None and config.warmup_steps >= steps:
-        raise ValueError(
-            f"auto_lr_warmup_steps={config.warmup_steps} leaves nothing of total_steps={steps} to "
-            "steer: choose a smaller auto_lr_warmup_steps, or enable_auto_lr=False"
-        )
-
-
-def _check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:
-    """What torch would refuse only after it has written to the param groups."""
-    n = len(optimizer.param_groups)
-    for name, value in given.items():
-        if isinstance(value, list | tuple) and len(value) != n:
-            raise ValueError(
-                f"{name} has {len(value)} values for {n} param groups, got {value}: give one for "
-                "each param group, or a single number for all"
-            )
-    if "max_momentum" in given and not {"momentum", "betas"} & set(optimizer.defaults):
-        raise ValueError(
-            f"{type(optimizer).__name__} has no momentum and no betas to cycle, got "
-            "cycle_momentum=True: pass cycle_momentum=False"
-        )

@@ -86,7 +86,10 @@ class Exploring(Phase):
         self._publish(losses, values, outcome, probe)
         averaging.open()
         run.next_round()
-        self._assign()
+        if run.diverges:
+            self._assign()
+        else:
+            self.successor = Plain(run)
 
     def _settle(self) -> None:
         """The exploration is over and nothing is averaged from here on: average what overlap,
@@ -100,9 +103,6 @@ class Exploring(Phase):
         self.averaging.move_to(self.run.engine, self.run.config.gradients)
         self._assign()
         return self
-
-    def next(self) -> Phase:
-        return self if self.run.diverges else Plain(self.run)
 
     def finalize(self, *, moments: bool = False) -> None:
         self.run.engine.connect()

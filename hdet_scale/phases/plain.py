@@ -17,8 +17,7 @@ class Plain(Phase):
     name = "plain"
 
     def count(self, loss: Tensor | float | None) -> Turn:
-        self.run.advance()
-        return self.run.turn()
+        return self.run.advance()
 
     def finalize(self, *, moments: bool = False) -> None:
         """Compare the replicas by a checksum and average them if they differ, which noise at the

@@ -8,8 +8,8 @@ A run is in one phase at a time:
     Plain       training as without HDET, bit for bit       (hdet_scale.phases.plain)
 
 The scheduler holds the present phase and delegates: `write` gives the next step its values on this
-replica, `count` is told that a step is done and says how the schedule moves, `next` is the phase of
-the next step.
+replica, `count` is told that a step is done and says how the schedule moves, `successor` is the
+phase that follows once this one is over.
 """
 
 from __future__ import annotations
@@ -147,12 +147,13 @@ class Run:
         for listener in self.listeners:
             listener(record)
 
-    def advance(self) -> None:
-        """Count one step of a run whose replicas stay equal."""
+    def advance(self) -> Turn:
+        """Count one step of a run whose replicas stay equal; how the schedule moves."""
         self.step += 1
         self.round_step += 1
         if self.round_step >= self.config.interval:
             self.next_round()
+        return self.turn()
 
     def next_round(self) -> None:
         """The round is over."""
@@ -172,8 +173,8 @@ class Run:
         return Turn((t + 1) * total // left - t * total // left)
 
     def discard(self) -> None:
-        """The run restarts: its steps so far are lost."""
-        self.lost += self.played + 1
+        """The run restarts: its steps so far, the one just counted included, are lost."""
+        self.lost += self.played
         self.played = 0
 
     # -- state ----------------------------------------------------------------------------------
@@ -235,6 +236,8 @@ class Phase:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.successor: Phase | None = None
+        """The phase that follows; None while this one goes on."""
 
     @property
     def team(self) -> int:
@@ -273,10 +276,6 @@ class Phase:
     def count(self, loss: Tensor | float | None) -> Turn:
         """One optimizer step is done, with this rank's loss; how the schedule moves."""
         raise NotImplementedError
-
-    def next(self) -> Phase:
-        """The phase of the next step: this one, or another where this one is over."""
-        return self
 
     def check_move(self, moved: bool) -> None:
         """Refuse an engine that cannot take over now; `moved`: with another place for this rank."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_scale.config import HDETConfig
@@ -20,7 +19,7 @@ from hdet_scale.engines.engine import Engine
 from hdet_scale.method.records import Record, RoundRecord
 from hdet_scale.phases import snapshots
 from hdet_scale.phases.build import Phases
-from hdet_scale.phases.run import Phase, Run, Turn
+from hdet_scale.phases.run import Phase, Run
 from hdet_scale.phases.searching import Searching
 from hdet_scale.phases.watched import Watched
 from hdet_scale.search.probe import Losses, Probe
@@ -181,17 +180,13 @@ class PhasedScheduler:
         hook = self.optimizer.register_load_state_dict_post_hook(lambda _: self._write())
         self._undo: list[Callable[[], None]] = [hook.remove]
 
-    def _count(self, loss: Tensor | float | None) -> Turn:
-        """One optimizer step is done; how the schedule moves. The next phase begins."""
-        turn = self._phase.count(loss)
-        self._change(self._phase.next())
-        return turn
-
-    def _change(self, phase: Phase) -> None:
-        if phase is not self._phase:
+    def _change(self) -> None:
+        """Go on with the phase that follows, where the present one is over."""
+        successor = self._phase.successor
+        if successor is not None:
             self._phase.leave()
-            self._phase = phase
-            phase.enter()
+            self._phase = successor
+            successor.enter()
 
     def _write(self) -> None:
         self._phase.write()
@@ -215,7 +210,7 @@ class PhasedScheduler:
 
     def _finalize(self, *, moments: bool) -> None:
         self._phase.finalize(moments=moments)
-        self._change(self._phase.next())
+        self._change()
         self._write()
 
     # -- engines --------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ class Searching(Phase):
         """Held-out loss of the initial weights on this replica's part of the batches."""
         self._orphan = False
         self._hooks: list[Callable[[], None]] = []
-        self._next: Phase = self
         self._begin_trial()
 
     @property
@@ -92,13 +91,10 @@ class Searching(Phase):
         while self._hooks:
             self._hooks.pop()()
 
-    def next(self) -> Phase:
-        return self._next
-
     def _begin_trial(self) -> None:
         """What this replica runs next, looked up once."""
         self.trial = self.rule.trial
-        self._multiplier = self.trial.multiplier(self.run.replicas.rank)
+        self._multiplier = self.trial.multiplier(self.run.engine.replicas.rank)
 
     def write(self) -> None:
         """Give the next step peak x multiplier x s(i, h) on this replica."""
@@ -193,25 +189,25 @@ class Searching(Phase):
 
     def _judge(self) -> None:
         """The end of a trial: evaluate, go back, decide, publish."""
-        rule, trial, start = self.rule, self.trial, time.perf_counter()
+        rule, team, start = self.rule, self.trial.team, time.perf_counter()
         own = self._own_losses()
         seconds = time.perf_counter() - start
         levels, first = self._sum(mean_of(own))
         self._go_back()
-        translation, team = rule.translation(trial.stage), rule.team
         rule.close(levels, first)
-        if rule.over and not self._watchable:
+        over = rule.over
+        if over and not self._watchable:
             rule.settle()
         self.run.verdict = rule.verdict
         verdict = "" if rule.index else rule.verdict
         if verdict and self.run.writes_log:
             logger.info("search, step %d: %s", self.run.step, verdict)
-        self._publish(levels, translation, verdict, own, seconds)
-        if rule.over:
+        self._publish(levels, verdict, own, seconds)
+        if over:
             self._end(completed=True)
             return
         self._begin_trial()
-        if rule.team != team:
+        if self.trial.team != team:
             super().enter()  # larger teams, of replicas that share gradients
 
     def _own_losses(self) -> list[float]:
@@ -226,7 +222,7 @@ class Searching(Phase):
     def _sum(self, loss: float) -> tuple[list[Level], Level]:
         """Sums over all replicas at each level, and of the loss before the trial: 2 (K + 1) numbers
         whatever the number of replicas."""
-        where, device = self.run.replicas, self.run.engine.device
+        where, device = self.run.engine.replicas, self.run.engine.device
         loss, first = where.shard_means([loss, self._first], device)
         self._first = math.nan
         flat = [0.0] * (2 * self.rule.size + 2)
@@ -253,28 +249,26 @@ class Searching(Phase):
         """Whether a watch can follow: there is a probe, and replicas stay equal."""
         return self.run.config.gradients == "shared" and self.run.probe is not None
 
-    @property
-    def _begins_with(self) -> float:
-        """The scale of the run's first step: a contested rate has yet to be shown."""
-        return 1.0 if self.rule.contested else self.rule.scale
-
     def _end(self, *, completed: bool) -> None:
-        run, peaks = self.run, dict(zip(self.run.names, self.schedule.peaks, strict=True))
+        run, scale = self.run, self.rule.scale
+        # A contested rate has yet to be shown: the run begins with the initial one.
+        taken = 1.0 if self.rule.contested else scale
+        peaks = dict(zip(run.names, self.schedule.peaks, strict=True))
         run.publish(
             SearchRecord(
                 step=run.step,
                 trials=self.rule.trials_run,
                 initial=peaks,
-                taken={name: peak * self._begins_with for name, peak in peaks.items()},
+                taken={name: peak * taken for name, peak in peaks.items()},
                 completed=completed,
                 verdict=self.rule.verdict,
             )
         )
-        self._next = self._watched() or self.after()
-        run.steering.scale = self._begins_with
+        self.successor = self._watched(scale) or self.after()
+        run.steering.scale = taken
         self.snapshot = None
 
-    def _watched(self) -> Watched | None:
+    def _watched(self, scale: float) -> Watched | None:
         """The watch of the run, even if no other rate is proposed: a search does not show what
         overfits."""
         run, rule = self.run, self.rule
@@ -286,7 +280,7 @@ class Searching(Phase):
             total_steps=rule.total_steps,
             begun=run.lost,
             mean=self.schedule.mean,
-            scale=rule.scale,
+            scale=scale,
             before=evaluate(run.probe, run)[0],
             target=rule.target,
             contested=rule.contested,
@@ -297,7 +291,6 @@ class Searching(Phase):
     def _publish(
         self,
         levels: list[Level],
-        translation: float,
         verdict: str,
         own: list[float],
         seconds: float,
@@ -315,7 +308,7 @@ class Searching(Phase):
                 step=run.step,
                 rates={n: tuple(p * trial.multipliers[k] for k in of) for n, p in peaks},
                 losses=tuple(means[k] for k in of),
-                translation=translation,
+                translation=trial.translation,
                 verdict=verdict,
                 probe_losses=tuple(own),
                 probe_seconds=seconds,

@@ -61,15 +61,19 @@ class Watched(Phase):
 
     def count(self, loss: Tensor | float | None) -> Turn:
         run, watch = self.run, self.watch
-        run.advance()
+        share = self.shape.share(run.schedule)
+        turn = run.advance()
         if self.snapshot is None or run.probe is None:
             self._end()
-            return run.turn()
-        watch.count(self.shape.share(run.schedule))
-        if watch.step < watch.next or watch.over:
-            return run.turn()
-        if not self._evaluate(run.probe, self.snapshot, loss):
-            return run.turn()
+            return turn
+        watch.count(share)
+        if watch.step < watch.next and not watch.over:
+            return turn
+        restart = not watch.over and self._evaluate(run.probe, self.snapshot, loss)
+        if watch.over:
+            self.successor = Plain(run)
+        if not restart:
+            return turn
         run.discard()
         return Turn(0, self.position)
 
@@ -102,7 +106,7 @@ class Watched(Phase):
 
     def _end(self) -> None:
         """Nothing to go back to, or nothing to evaluate with."""
-        self.watch.over = True
+        self.watch.over, self.successor = True, Plain(self.run)
         logger.warning(
             "the watch ends at step %d: %s",
             self.run.step,
@@ -116,9 +120,6 @@ class Watched(Phase):
             "rule='auto' has taken a snapshot of the model as it was: attach the engine before the "
             "first step and before a state is loaded"
         )
-
-    def next(self) -> Phase:
-        return Plain(self.run) if self.watch.over else self
 
     def finalize(self, *, moments: bool = False) -> None:
         equalize(self.run, moments=moments)
@@ -144,7 +145,7 @@ def evaluate(
 ) -> tuple[list[float], float]:
     """The held-out loss of each of the probe's batches, and the mean of `loss` over the ranks that
     have one, NaN where none has: the same on every rank. Collective."""
-    where, device = run.replicas, run.engine.device
+    where, device = run.engine.replicas, run.engine.device
     drawn = probe.parts(where.rank, where.size)
     loss = loss.detach() if isinstance(loss, Tensor) else loss
     told = [0.0, 0.0] if loss is None else [float(loss), 1.0]

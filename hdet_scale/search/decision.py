@@ -83,6 +83,7 @@ class RateSearch(Ledger):
     """The rule: trials out, losses in, and at the end a scale for the schedule."""
 
     def decide(self, stage: Stage, losses: Sequence[float]) -> str:
+        self._first, self._c = self.start.mean, self.trial.translation
         return {COARSE: self._coarse, FINE: self._fine, LONG: self._long}[stage](losses)
 
     # -- the coarse stage -----------------------------------------------------------------------
@@ -121,7 +122,7 @@ class RateSearch(Ledger):
         if not any(math.isfinite(x) for x in losses):
             self.stage = OVER
             return "no trial of the fine stage stayed finite: the initial rate stays"
-        if not self._lowest(losses) < self.start.mean:
+        if not self._lowest(losses) < self._first:
             self.stage = OVER
             return "no trial has learnt anything: the initial rate stays"
         curve = Parabola.through(self.offsets, losses, width=3)
@@ -142,7 +143,7 @@ class RateSearch(Ledger):
 
     def _doubt(self, losses: Sequence[float], curve: Parabola) -> str:
         """Why a run might do better with the initial rate than a search can tell."""
-        initial, first = self._at_initial, self.start.mean
+        initial, first = self._at_initial, self._first
         if not all(math.isfinite(loss) for loss in initial):
             return "the trial at the initial rate diverged"
         noisy = first - self._lowest(losses) < CLEAR * curve.scatter
@@ -171,10 +172,10 @@ class RateSearch(Ledger):
 
     def _look_longer(self, losses: Sequence[float]) -> str:
         """The levels of the long stage."""
-        first = self.start.mean
+        first = self._first
         torn = self._edge(losses, first + TORN * abs(first))
         top = self.offsets[-1] + FAR if torn is None else torn
-        top -= math.log(self.translation(self.stage))
+        top -= math.log(self._c)
         self.stage = STAGES.index(LONG)
         if not self.family.by_edge:
             self._lay([top - APART * (self.size - 1 - k) for k in range(self.size)])
@@ -187,7 +188,7 @@ class RateSearch(Ledger):
         self.stage = OVER
         if not any(math.isfinite(x) for x in losses):
             return "no long trial stayed finite: the initial rate stays"
-        learnt, first, best = self._learnt(losses), self.start.mean, min(losses)
+        learnt, first, best = self._learnt(losses), self._first, min(losses)
         proposed, why = self._lowest_or_further(losses, learnt < LEARNT)
         ahead = f"{math.exp(proposed):.3g} x the initial rate, {why}"
         if abs(proposed) < UNSURE:
@@ -209,7 +210,7 @@ class RateSearch(Ledger):
         low = Parabola.through(self.offsets, losses, width=width).minimum
         if self.family.by_edge or not blind:
             return low, f"long trials are best at {math.exp(low):.3g} x"
-        first = self.start.mean
+        first = self._first
         torn = edge(self.offsets, losses, first + TORN * abs(first))
         torn = self.offsets[-1] if torn is None else torn
         return low + TOWARDS * (torn - low), (
@@ -226,13 +227,13 @@ class RateSearch(Ledger):
     def _left(self, losses: Sequence[float], share: float) -> float:
         """The loss of a trial that learnt that share of what the best did; infinite where the
         initial loss is not known."""
-        first = self.start.mean
+        first = self._first
         learnt = max(0.0, first - self._lowest(losses))
         return first - share * learnt if math.isfinite(learnt) else math.inf
 
     def _rate(self, offset: float) -> float:
         """Rate of a trial over the initial rate."""
-        return math.exp(offset) / self.translation(self.stage)
+        return math.exp(offset) / self._c
 
     def _edge(self, losses: Sequence[float], limit: float) -> float | None:
         """The edge of this stage, or above its levels that of the first; None without one."""
@@ -251,7 +252,7 @@ class RateSearch(Ledger):
     def _learnt(self, losses: Sequence[float]) -> float:
         """Share of the first loss that is gone; 1 where that loss has no natural zero or is not
         known."""
-        first = self.start.mean
+        first = self._first
         return 1 - self._lowest(losses) / first if 0 < first < math.inf else 1.0
 
     @property

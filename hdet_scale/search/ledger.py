@@ -69,7 +69,6 @@ class Ledger:
                 "use rule='none' for shorter runs"
             )
         self.stage, self.index = 0, 0
-        self._trial: Trial | None = None
         self.trials_run, self.last_trial = 0, 0
         """How many have ended, and the steps of the last."""
         self.offsets = [FAR * (k - self.size // 2) for k in range(self.size)]
@@ -86,6 +85,7 @@ class Ledger:
         self.duel = False
         """True where it decides by which of the two rates learns more."""
         self.verdict = ""
+        self._trial = self._next_trial()
         if idle:
             self.skip()
 
@@ -136,20 +136,26 @@ class Ledger:
         powers = kind.alpha * math.log(teams) + kind.beta * math.log(horizon)
         return kind.factor * math.exp(powers)
 
+    def _next_trial(self) -> Trial | None:
+        """The trial of this stage and index; None once the search is over."""
+        if self.over:
+            return None
+        stage, c = STAGES[self.stage], self.translation(self.stage)
+        return Trial(
+            self.stage,
+            self.index,
+            self.steps(self.stage),
+            stage.team(self.replicas),
+            stage.teams(self.replicas),
+            c,
+            tuple([math.exp(x) / c for x in self.offsets]),
+        )
+
     @property
     def trial(self) -> Trial:
-        """The trial that is under way; made once for each."""
+        """The trial that is under way."""
         if self._trial is None:
-            stage = STAGES[self.stage]
-            c = self.translation(self.stage)
-            self._trial = Trial(
-                self.stage,
-                self.index,
-                self.steps(self.stage),
-                stage.team(self.replicas),
-                stage.teams(self.replicas),
-                tuple(math.exp(x) / c for x in self.offsets),
-            )
+            raise ValueError("the search is over: there is no trial")
         return self._trial
 
     def close(self, levels: Sequence[Level], start: Level | None = None) -> str:
@@ -159,18 +165,18 @@ class Ledger:
             raise ValueError("the search is over: there is no trial to close")
         if len(levels) != self.size:
             raise ValueError(f"a search of {self.size} levels, got {len(levels)}")
-        self._trial = None
+        trial = self.trial
         self.seen = [_added(a, b) for a, b in zip(self.seen, levels, strict=True)]
         self.start = self.start if start is None else _added(self.start, start)
         self.index += 1
-        self.trials_run, self.last_trial = self.trials_run + 1, self.steps(self.stage)
-        stage = STAGES[self.stage]
-        if self.index < stage.trials(self.replicas):
-            return ""
-        losses = [x.total / x.count if x.count else math.inf for x in self.seen]
-        self.seen, self.index = [Level() for _ in range(self.size)], 0
-        self.verdict = self.decide(stage, losses)
-        return self.verdict
+        self.trials_run, self.last_trial = self.trials_run + 1, trial.steps
+        whole = self.index * trial.teams >= self.size
+        if whole:
+            losses = [x.total / x.count if x.count else math.inf for x in self.seen]
+            self.seen, self.index = [Level() for _ in range(self.size)], 0
+            self.verdict = self.decide(STAGES[self.stage], losses)
+        self._trial = self._next_trial()
+        return self.verdict if whole else ""
 
     def decide(self, stage: Stage, losses: Sequence[float]) -> str:
         """What the losses of a whole stage mean: moves on to the next stage, or ends the search."""
@@ -179,7 +185,7 @@ class Ledger:
     def skip(self) -> None:
         """No search: the initial rate stays."""
         self.stage, self.proposed, self.verdict = OVER, 0.0, "no search was run"
-        self.shown = []
+        self.shown, self._trial = [], None
 
     @property
     def ran(self) -> bool:
@@ -212,7 +218,6 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another search stopped."""
         self.check_state(state)
-        self._trial = None
         self.stage, self.index = int(state["stage"]), int(state["index"])
         self.trials_run, self.last_trial = int(state["trials_run"]), int(state["last_trial"])
         self.offsets = [float(x) for x in state["offsets"]]
@@ -222,6 +227,7 @@ class Ledger:
         self.proposed, self.target = float(state["proposed"]), float(state["target"])
         self.contested, self.duel = bool(state["contested"]), bool(state["duel"])
         self.verdict = str(state["verdict"])
+        self._trial = self._next_trial()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a search of other replicas or another length; once it is over, it fits any."""

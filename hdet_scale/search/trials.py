@@ -85,6 +85,8 @@ class Trial:
     team: int
     """Replicas of a team."""
     teams: int
+    translation: float
+    """c: what a trial's rate is multiplied with to give the run's."""
     multipliers: tuple[float, ...]
     """For each level the peak learning rate of its trial over the schedule's peak."""
 
