@@ -50,7 +50,7 @@ SIGMA = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DemoSettings:
     """What the two runs have in common."""
 
     steps: int = 400
@@ -122,7 +122,7 @@ class Run:
         return statistics.fmean(losses[-max(1, round(LAST_SHARE * len(losses))) :])
 
 
-def train_both(send: Send, settings: Settings) -> None:
+def train_both(send: Send, settings: DemoSettings) -> None:
     """The plain run and then HDET, in each worker; replica 0 sends progress and results."""
     text = Text.read(standard_library())
     replicas = Replicas.world()
@@ -131,7 +131,7 @@ def train_both(send: Send, settings: Settings) -> None:
         tell(train(name, text, replicas, settings, tell))
 
 
-def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: Send) -> Run:
+def train(name: str, text: Text, replicas: Replicas, settings: DemoSettings, tell: Send) -> Run:
     """One run from the seed to the validation."""
     model = GPT(GPTConfig.named(settings.size), seed=settings.seed)
     wrapped = DistributedDataParallel(model)
@@ -168,7 +168,7 @@ def train(name: str, text: Text, replicas: Replicas, settings: Settings, tell: S
     return run
 
 
-def _log(name: str, settings: Settings, replicas: Replicas) -> RunLog | None:
+def _log(name: str, settings: DemoSettings, replicas: Replicas) -> RunLog | None:
     """The log of a run, on replica 0."""
     if replicas.rank != 0:
         return None
@@ -189,7 +189,7 @@ def _sample(
         log.step(step, mean, {"lr/group0": bases[-LOG_STEPS:]})
 
 
-def _scheduler(name: str, optimizer: AdamW, settings: Settings) -> OneCycleLR:
+def _scheduler(name: str, optimizer: AdamW, settings: DemoSettings) -> OneCycleLR:
     """The only difference between the runs."""
     if name == PLAIN:
         return OneCycleLR(optimizer, settings.max_lr, settings.steps, pct_start=0.1)
@@ -225,7 +225,7 @@ def _advance(scheduler: OneCycleLR, loss: Tensor) -> float:
 
 
 @torch.no_grad()
-def _validate(model: GPT, text: Text, replicas: Replicas, settings: Settings) -> float:
+def _validate(model: GPT, text: Text, replicas: Replicas, settings: DemoSettings) -> float:
     """The mean loss over windows of all the held-out text; the replicas share the work."""
     shape = {"size": 4 * settings.sequences, "context": model.config.context}
     batches = evaluation(text.validation, **shape, batches=VALIDATION_BATCHES)
@@ -234,7 +234,7 @@ def _validate(model: GPT, text: Text, replicas: Replicas, settings: Settings) ->
     return math.fsum(total for total, _ in rows) / math.fsum(count for _, count in rows)
 
 
-def watch(settings: Settings, console: Console) -> list[Run]:
+def watch(settings: DemoSettings, console: Console) -> list[Run]:
     """Start the workers, show their progress, return the two runs."""
     runs: list[Run] = []
     show = _bars if console.is_terminal else _lines
@@ -248,7 +248,7 @@ def watch(settings: Settings, console: Console) -> list[Run]:
 
 
 @contextmanager
-def _bars(settings: Settings, console: Console) -> Iterator[Callable[[Progress], None]]:
+def _bars(settings: DemoSettings, console: Console) -> Iterator[Callable[[Progress], None]]:
     from rich import progress as bar
 
     done = ("{task.description:<9}", bar.BarColumn(bar_width=None), bar.MofNCompleteColumn())
@@ -269,7 +269,7 @@ def _bars(settings: Settings, console: Console) -> Iterator[Callable[[Progress],
 
 
 @contextmanager
-def _lines(settings: Settings, console: Console) -> Iterator[Callable[[Progress], None]]:
+def _lines(settings: DemoSettings, console: Console) -> Iterator[Callable[[Progress], None]]:
     every = max(1, settings.steps // 5)
 
     def update(p: Progress) -> None:
@@ -297,7 +297,7 @@ def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def verdict(plain: Run, hdet: Run, settings: Settings) -> str:
+def verdict(plain: Run, hdet: Run, settings: DemoSettings) -> str:
     """What the numbers show and what they do not."""
     change = hdet.validation / plain.validation - 1
     noise = statistics.median(statistics.stdev(r.losses) for r in hdet.rounds)
@@ -312,7 +312,7 @@ def verdict(plain: Run, hdet: Run, settings: Settings) -> str:
     )
 
 
-def show(plain: Run, hdet: Run, settings: Settings, console: Console) -> None:
+def show(plain: Run, hdet: Run, settings: DemoSettings, console: Console) -> None:
     """Print the table and the text below it."""
     from rich.table import Table
 
@@ -327,7 +327,7 @@ def show(plain: Run, hdet: Run, settings: Settings, console: Console) -> None:
     console.print(verdict(plain, hdet, settings), highlight=False)
 
 
-def parse(argv: Sequence[str] | None) -> Settings:
+def parse(argv: Sequence[str] | None) -> DemoSettings:
     """The settings that the command line asks for; ValueError if they cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m hdet_scale.demo",
@@ -335,7 +335,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
         "replicas on the CPU: plain DDP, then HDET. Ends with a table and a report.",
         epilog="example: python -m hdet_scale.demo --steps 200 --lr 0.006",
     )
-    default = Settings()
+    default = DemoSettings()
     add = parser.add_argument
     add("--steps", type=int, default=default.steps, help="steps of each run")
     add("--interval", type=int, default=default.interval, help="T, steps a round")
@@ -345,7 +345,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     add("--seed", type=int, default=default.seed, help="of weights and batches")
     add("--out", type=Path, default=default.out, help="folder of what it writes")
     options = vars(parser.parse_args(argv))
-    return Settings(max_lr=options.pop("lr"), **options)
+    return DemoSettings(max_lr=options.pop("lr"), **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -369,7 +369,7 @@ def _fail(error: Exception) -> int:
     return 1
 
 
-def _run(settings: Settings) -> None:
+def _run(settings: DemoSettings) -> None:
     try:
         from rich.console import Console
     except ImportError as error:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hdet_scale import demo
-from hdet_scale.demo import HDET, PLAIN, Progress, Run, Settings
+from hdet_scale.demo import HDET, PLAIN, DemoSettings, Progress, Run
 from hdet_scale.method.records import RoundRecord
 from hdet_scale.runs.log import read
 from hdet_scale.train.workers import Send
@@ -102,9 +102,9 @@ def test_the_table_and_the_verdict_say_what_happened() -> None:
     assert table["LR found: base / schedule, from - to"] == ("1", "1.00 - 1.50")
     assert table["LR found: sum of base / of schedule"] == ("1", "1.38")
     assert table["converge, share of the time"] == ("none", "2.5%")
-    assert "10.0% higher" in demo.verdict(plain, hdet, Settings())
-    assert "differ by 0.014" in demo.verdict(plain, hdet, Settings())
-    assert "9.1% lower" in demo.verdict(a_run(PLAIN, 1.1, 1), a_run(HDET, 1.0, 1), Settings())
+    assert "10.0% higher" in demo.verdict(plain, hdet, DemoSettings())
+    assert "differ by 0.014" in demo.verdict(plain, hdet, DemoSettings())
+    assert "9.1% lower" in demo.verdict(a_run(PLAIN, 1.1, 1), a_run(HDET, 1.0, 1), DemoSettings())
 
 
 def test_a_ratio_is_told_only_where_the_schedule_is_not_near_zero() -> None:
@@ -121,7 +121,7 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "messages", lambda *_: iter([*said, *runs]))
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=110)
-    assert demo.watch(Settings(steps=10), console) == runs
+    assert demo.watch(DemoSettings(steps=10), console) == runs
     assert "10/10" in screen.getvalue()
     assert "loss 3.250  base LR 1.00e-03" in screen.getvalue()
 

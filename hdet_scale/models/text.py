@@ -20,8 +20,8 @@ from torch import Tensor
 from hdet_scale.method.spread import stream_seed
 
 TOKEN_TYPES = {"uint8": torch.uint8, "uint16": torch.int16, "uint32": torch.int32}
-"""How a token file is mapped. torch indexes only signed types of these widths; a negative number
-becomes the unsigned one when a batch is drawn."""
+"""How a token file is mapped. uint16 and uint32 are mapped as the signed type of the same width,
+which torch can index; a negative number becomes the unsigned one when a batch is drawn."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders below the standard library that hold other people's code, or tests with long tables."""
 

@@ -52,7 +52,7 @@ def with_overrides(
 
 
 class DeepSpeedJob:
-    """A GPT in a DeepSpeed engine. Implements `Job`; every rank calls every method.
+    """A GPT in a DeepSpeed engine. Implements `TrainingJob`; every rank calls every method.
 
     Args:
         config: DeepSpeed's JSON with an "hdet" block. It sets everything but the model.

@@ -1,4 +1,4 @@
-"""Job: what the training loop asks of an engine, and how one is built from the command line.
+"""TrainingJob: what the training loop asks of an engine, and how the command line chooses one.
 
 `torch_job` (DDP, FSDP2) and `deepspeed_job` implement it. The options of the command line replace
 those of the config file. The engine's module is imported only when it is needed.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENGINES = ("ddp", "fsdp", "deepspeed")
 
 
-class Job(Protocol):
+class TrainingJob(Protocol):
     """One engine's run. Every rank calls every method."""
 
     scheduler: Any
@@ -71,7 +71,7 @@ class Job(Protocol):
         ...
 
 
-def build_job(args: argparse.Namespace, shape: GPTConfig) -> Job:
+def build_job(args: argparse.Namespace, shape: GPTConfig) -> TrainingJob:
     """Build the model and the engine that the command line and its config file ask for.
 
     Args:
@@ -94,7 +94,9 @@ def hdet_overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
-def _deepspeed_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig) -> Job:
+def _deepspeed_job(
+    args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig
+) -> TrainingJob:
     from hdet_scale.train.deepspeed_job import DeepSpeedJob, with_overrides
 
     config = with_overrides(values, hdet_overrides(args), args)
@@ -102,7 +104,7 @@ def _deepspeed_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTC
     return DeepSpeedJob(config, GPT(shape, seed=args.seed))
 
 
-def _torch_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig) -> Job:
+def _torch_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfig) -> TrainingJob:
     from hdet_scale.train.torch_job import Recipe, TorchJob
 
     from_file = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))

@@ -57,7 +57,7 @@ class Recipe:
 
 
 class TorchJob:
-    """A GPT on DDP or FSDP2. Implements `Job`; every rank calls every method.
+    """A GPT on DDP or FSDP2. Implements `TrainingJob`; every rank calls every method.
 
     Args:
         engine: "ddp" or "fsdp".

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hdet_scale.models.gpt import GPTConfig
 from hdet_scale.models.text import Text, batch, evaluation, standard_library
-from hdet_scale.train.job import Job, build_job
+from hdet_scale.train.job import TrainingJob, build_job
 from hdet_scale.train.progress import Show
 from hdet_scale.train.saving import newest_checkpoint, remove_partial
 from hdet_scale.train.workers import Refused
@@ -107,7 +107,7 @@ def _text(args: argparse.Namespace) -> Text:
     return Text.mapped(args.tokens, args.token_type)
 
 
-def _probe(job: Job, text: Text, shape: GPTConfig) -> None:
+def _probe(job: TrainingJob, text: Text, shape: GPTConfig) -> None:
     """Give the scheduler held-out batches, the same on every replica, to compare replicas on."""
     held = [*evaluation(text.validation, size=8, context=shape.context, batches=PROBE_BATCHES)]
 
@@ -123,7 +123,7 @@ class _Loop:
     def __init__(
         self,
         args: argparse.Namespace,
-        job: Job,
+        job: TrainingJob,
         text: Text,
         shape: GPTConfig,
         steps: int,

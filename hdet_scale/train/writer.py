@@ -16,7 +16,7 @@ from hdet_scale.method.records import Record
 from hdet_scale.models.gpt import GPTConfig
 from hdet_scale.runs.boards import boards
 from hdet_scale.runs.log import RunLog, plain
-from hdet_scale.train.job import Job, hdet_overrides
+from hdet_scale.train.job import TrainingJob, hdet_overrides
 from hdet_scale.train.progress import Show
 
 
@@ -32,7 +32,7 @@ class Writer:
     """
 
     def __init__(
-        self, args: argparse.Namespace, job: Job, shape: GPTConfig, steps: int, show: Show
+        self, args: argparse.Namespace, job: TrainingJob, shape: GPTConfig, steps: int, show: Show
     ) -> None:
         self.job, self.steps, self.show = job, steps, show
         about = _about(args, job, shape)
@@ -104,7 +104,7 @@ class Writer:
         self.show({"kind": "end", "step": step, "base": base, "text": text})
 
 
-def _about(args: argparse.Namespace, job: Job, shape: GPTConfig) -> dict[str, Any]:
+def _about(args: argparse.Namespace, job: TrainingJob, shape: GPTConfig) -> dict[str, Any]:
     """The "run" of the log's first line."""
     place = job.scheduler.replicas
     return {
