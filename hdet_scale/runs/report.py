@@ -3,9 +3,8 @@
     hdet report runs/first runs/second -o report.html
 
 Everything is in the file: the numbers as JSON, and the scripts of page/ that draw them on canvases.
-If there are more rounds than a screen has pixels, they are thinned first: a point
-is then the mean of a few rounds, and of rates the lowest and the highest; quarantines and verdicts
-are all kept.
+If there are more rounds than a screen has pixels, they are thinned first: a point is then the mean
+of a few rounds, and of rates the lowest and the highest; quarantines and verdicts are all kept.
 """
 
 from __future__ import annotations
