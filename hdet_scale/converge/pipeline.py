@@ -31,7 +31,7 @@ from hdet_scale.converge.buckets import DIRECT_BYTES, Bucket, Plan, join, plan
 from hdet_scale.converge.int8 import Memory
 from hdet_scale.converge.staging import Stage
 from hdet_scale.converge.wires import AllReduce, Bf16, Exact, Flight, Int8, Shelf, Wire
-from hdet_scale.topology import Replicas
+from hdet_scale.topology import Replicas, local
 
 BUCKET_BYTES = 32 * 2**20
 INT8_BYTES = 8 * 2**20
@@ -488,12 +488,6 @@ class Pending:
             self.converge._shelf.give_back(correction)
         sent = self.converge._sent_bytes(self.chosen)
         return Outcome(self.included, time.perf_counter() - self._begin, sent)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of a tensor: a DTensor's local shard, or the tensor."""
-    inner = getattr(tensor, "_local_tensor", None)
-    return (tensor if inner is None else inner).detach()
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet_scale.converge.pipeline import local
 from hdet_scale.optim.fused import FusedOptimizer
+from hdet_scale.topology import local
 
 
 class Averaged:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_scale.converge.pipeline import local
 from hdet_scale.engines.averaged import Averaged
+from hdet_scale.topology import local
 
 
 class Mark:

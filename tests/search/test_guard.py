@@ -22,10 +22,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
-from hdet_scale.converge.pipeline import local
 from hdet_scale.search import marks
 from hdet_scale.search.probe import common_batches
 from hdet_scale.search.watch import PHASE
+from hdet_scale.topology import local
 from tests.support.fleet import Fleet
 from tests.support.raced import TURN, Way, short_runs
 from tests.support.toy import bits, buffers, learn, moments, parameters, same, toy
