@@ -17,7 +17,7 @@ COMMANDS = {
     "replay": ("the schedule that a run discovered, to be run again without HDET", "runs.replay"),
     "doctor": ("try what this machine can run, and say what to do about what fails", "doctor"),
     "demo": ("plain DDP beside HDET on this machine's CPU: a table and a picture", "demo"),
-    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan.estimate"),
+    "plan": ("what HDET costs a model on a cluster, and what to choose", "plan.__main__"),
     "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
 """Name: what it does, and the module whose `main` it is; imported only when it is asked for."""

@@ -92,8 +92,7 @@ def apart(cycle: Round, *, own: bool) -> bool:
         or (cycle.goes_back and cycle.replicas.shard_size > 1)
         or not cycle.replicas_agree
         or (drift and not cycle.average_moments)
-        or policy.wire == "int8"
-        or policy.outer is not None
+        or policy.remembers
     )
 
 

@@ -24,7 +24,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.converge.pipeline import Converge, Outcome, Pending, distinct, with_own_group
+from hdet_scale.converge.overlap import Pending, with_own_group
+from hdet_scale.converge.pipeline import Converge, distinct
+from hdet_scale.converge.transfers import Outcome
 from hdet_scale.engines.averaged import Averaged
 from hdet_scale.factors import Factor
 from hdet_scale.method.losses import LossMeter

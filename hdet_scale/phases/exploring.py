@@ -295,9 +295,8 @@ class Exploring:
 
     @property
     def converge_remembers(self) -> bool:
-        """True when a converge builds on the last one: the int8 wire, an outer step."""
-        policy = self._round.config.converge
-        return policy.wire == "int8" or policy.outer is not None
+        """True when a converge builds on the last one: a wire that remembers, an outer step."""
+        return self._round.config.converge.remembers
 
     @property
     def goes_back(self) -> bool:
