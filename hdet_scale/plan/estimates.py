@@ -30,8 +30,9 @@ from hdet_scale.plan.rank_memory import RankMemory, rank_memory
 from hdet_scale.plan.workload import MOMENTS, Workload
 from hdet_scale.topology import Replicas, shard_size_of
 
-EXCHANGED_BYTES = 5 * 8
-"""What a replica tells the others at a converge: five float64."""
+EXCHANGED_BYTES = 6 * 8
+"""What a replica tells the others at a converge: a loss, three flags and two fingerprints of its
+tensors, float64 each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

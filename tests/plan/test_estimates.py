@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from hdet_scale import OneCycleAutoLR
 from hdet_scale.config import HDETConfig
 from hdet_scale.converge.outer import OuterStep
 from hdet_scale.converge.overlap import with_own_group
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.plan import shapes
-from hdet_scale.plan.estimates import estimate
+from hdet_scale.plan.estimates import EXCHANGED_BYTES, estimate
 from hdet_scale.plan.links import PRESETS
 from hdet_scale.plan.shapes import Shapes
 from hdet_scale.plan.workload import Workload
@@ -70,6 +73,36 @@ def test_bytes_and_memory_are_those_of_a_real_converge(pair: Fleet, policy: Conv
         # A shelf keeps a buffer that was too small for the next bucket.
         assert kept <= found.memory.converge * 1.05
         assert found.memory.converge <= kept * 1.05
+
+
+def exchanged_in_a_round(rank: int, size: int) -> list[int]:
+    """How many numbers a replica tells the others in each exchange of a round of two steps."""
+    told: list[int] = []
+    real = Replicas.exchange
+
+    def exchange(
+        self: Replicas, numbers: Sequence[float], device: torch.device
+    ) -> list[list[float]]:
+        told.append(len(numbers))
+        return real(self, numbers, device)
+
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([p], lr=0.1)
+    scheduler = OneCycleAutoLR(
+        optimizer, 0.1, total_steps=9, ensemble_lr_spread_ratio=0.3, model_sync_interval=2
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "exchange", exchange)
+        for _ in range(2):
+            p.grad = torch.ones(3)
+            optimizer.step()
+            scheduler.step(1.0)
+    return told
+
+
+def test_the_exchange_of_a_round_has_the_bytes_that_are_priced(pair: Fleet) -> None:
+    for told in pair.run(exchanged_in_a_round):
+        assert [8 * n for n in told] == [EXCHANGED_BYTES]
 
 
 def test_local_gradients_send_a_converge_and_no_gradients() -> None:
