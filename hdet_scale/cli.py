@@ -19,7 +19,7 @@ COMMANDS = {
     "replay": ("write the schedule that a run found, to run it without HDET", "runs.replay"),
     "doctor": ("try what this machine can run, and say what to do about failures", "doctor"),
     "demo": ("train with plain DDP and with HDET on this CPU, and compare them", "demo"),
-    "plan": ("estimate memory and time of a model on a cluster, and choose", "plan.estimate"),
+    "plan": ("estimate memory and time of a model on a cluster, and choose", "plan.__main__"),
     "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
 """Name: what the command does, and the module in hdet_scale that has its `main`."""

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from hdet_scale.converge.pipeline import BUCKET_BYTES, WIRES, OuterStep
+from hdet_scale.converge.checks import check_choice, check_int, check_type, read, read_nested
+from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.method.paper import PaperRule
 from hdet_scale.method.spread import check_spread
 
@@ -38,49 +38,6 @@ AUTHORS: dict[str, tuple[str, Any]] = {
     "momentum_of_lr": ("momentum", 0.9),
 }
 """The authors' names of OneCycleAutoLR's arguments: the key that each stands for, its default."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvergePolicy:
-    """How parameters are averaged."""
-
-    bucket_bytes: int = BUCKET_BYTES
-    """Cap of one flat bucket; the staging memory of a converge is at most two of them."""
-    wire: str = "fp32"
-    """What goes over the wire: "fp32", "bf16", "int8" (see hdet_scale.converge.wires)."""
-    overlap: bool = False
-    """Average in the background while training goes on, and fold the result in later."""
-    overlap_steps: int = 1
-    """Steps between the start of an overlapped averaging and its folding in."""
-    fragments: int = 1
-    """P: average 1/P of the buckets every T/P steps instead of all of them every T."""
-    outer: OuterStep | None = None
-    """An outer Nesterov step instead of the plain mean: {"lr": 0.7, "momentum": 0.9}."""
-    buffers: bool = True
-    """Average the model's float buffers too (BatchNorm statistics), when the model is known."""
-    moments: bool | None = None
-    """Average the optimizer's moments. None: where replicas' moments drift apart, that is with
-    local gradients, or with a weight decay that is added to the gradient."""
-
-    def __post_init__(self) -> None:
-        _check_int("bucket_bytes", self.bucket_bytes, at_least=1)
-        _check_int("overlap_steps", self.overlap_steps, at_least=1)
-        _check_int("fragments", self.fragments, at_least=1)
-        _check_choice("wire", self.wire, WIRES)
-        _check_type("overlap", self.overlap, bool)
-        _check_type("buffers", self.buffers, bool)
-        _read_nested(self, "outer", OuterStep)
-        if self.outer is not None:
-            _check_type("outer", self.outer, OuterStep)
-        if self.moments is not None:
-            _check_type("moments", self.moments, bool)
-
-    @property
-    def remembers(self) -> bool:
-        """True when a converge builds on the last one: the int8 wire, an outer step."""
-        return self.wire == "int8" or self.outer is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,22 +91,22 @@ class HDETConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spread", check_spread(self.spread))
-        _check_int("interval", self.interval, at_least=1)
-        _check_int("warmup_steps", self.warmup_steps, at_least=0)
-        _check_int("seed", self.seed, at_least=0)
-        _check_int("probe_batches", self.probe_batches, at_least=1)
+        check_int("interval", self.interval, at_least=1)
+        check_int("warmup_steps", self.warmup_steps, at_least=0)
+        check_int("seed", self.seed, at_least=0)
+        check_int("probe_batches", self.probe_batches, at_least=1)
         for name in ("total_steps", "patience"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), at_least=1, other="or None")
+                check_int(name, getattr(self, name), at_least=1, other="or None")
         PaperRule(self.loss_scale, self.momentum, self.step_size)  # its own checks
-        _check_choice("gradients", self.gradients, GRADIENTS)
-        _check_choice("rule", self.rule, RULES)
-        _check_choice("decay", self.decay, DECAYS)
+        check_choice("gradients", self.gradients, GRADIENTS)
+        check_choice("rule", self.rule, RULES)
+        check_choice("decay", self.decay, DECAYS)
         for name in ("replicas", "shards"):
             if getattr(self, name) != "auto":
-                _check_int(name, getattr(self, name), at_least=1, other='or "auto"')
-        _read_nested(self, "converge", ConvergePolicy)
-        _check_type("converge", self.converge, ConvergePolicy)
+                check_int(name, getattr(self, name), at_least=1, other='or "auto"')
+        read_nested(self, "converge", ConvergePolicy)
+        check_type("converge", self.converge, ConvergePolicy)
         self._check_fragments()
         if self.searches and self.spread not in (0.0, SPREAD):
             raise ValueError(
@@ -233,40 +190,3 @@ def described(kind: type) -> dict[str, str]:
             found[name] = " ".join(str(node.value.value).split()).partition(". ")[0].rstrip(".")
             name = ""
     return found
-
-
-def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A `kind` from a mapping; an unknown key is answered with the nearest valid one."""
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{where} must be a mapping of options, got {values!r}")
-    valid = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in valid:
-            near = difflib.get_close_matches(str(key), valid, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {key!r} in {where}{hint} Valid keys: {sorted(valid)}")
-    return kind(**values)
-
-
-def _read_nested(config: object, name: str, kind: type) -> None:
-    """A nested policy may be given as a mapping, as JSON has it."""
-    value = getattr(config, name)
-    if isinstance(value, Mapping):
-        object.__setattr__(config, name, read(kind, value, name))
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
-
-
-def _check_int(name: str, value: object, *, at_least: int, other: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int {other}".rstrip() + f", got {value!r}")
-    if value < at_least:
-        raise ValueError(f"{name} must be at least {at_least} {other}".rstrip() + f", got {value}")
-
-
-def _check_choice(name: str, value: object, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"{name} must be one of {list(valid)}, got {value!r}")

@@ -31,6 +31,19 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor.
+
+    Args:
+        tensor: any tensor; of a DTensor only this rank's shard is returned.
+
+    Returns:
+        A detached view: writing to it writes the tensor.
+    """
+    inner = getattr(tensor, "_local_tensor", None)
+    return (tensor if inner is None else inner).detach()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
     """This rank's place among replicas x shards."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 
 from hdet_scale import ConvergePolicy, fsdp
-from hdet_scale.converge.pipeline import OuterStep
+from hdet_scale.converge.outer import OuterStep
 from tests.support.sharded import Sharded, build_model
 
 STEPS = 30

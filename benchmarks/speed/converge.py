@@ -29,6 +29,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.speed.shapes import gpt2_small
-from hdet_scale.converge.int8 import Codec, Memory, message_bytes
+from hdet_scale.converge.bf16 import mean_into
+from hdet_scale.converge.int8 import Codec, message_bytes
 from hdet_scale.converge.pipeline import Converge
-from hdet_scale.converge.wires import AllReduce, Bf16, Int8, mean_into
+from hdet_scale.converge.remembered import Memory
+from hdet_scale.converge.wires import WIRES
 from hdet_scale.topology import Replicas
 
 Variant = Callable[[], None]
@@ -63,7 +66,7 @@ def variants(device: torch.device, shapes: list[tuple[int, ...]]) -> dict[str, V
         ]
 
     separate, flat, whole = fresh(), flat_of(), torch.cat([t.flatten() for t in fresh()])
-    ours = {w: Converge(separate, replicas, wire=w) for w in ("fp32", "bf16", "int8")}
+    ours = {w: Converge(separate, replicas, wire=w) for w in WIRES}
     lying = Converge(flat, replicas)
 
     def limit() -> None:
@@ -84,11 +87,8 @@ def variants(device: torch.device, shapes: list[tuple[int, ...]]) -> dict[str, V
     named: dict[str, Variant] = {"limit": limit, "(a) per parameter": each}
     named["(c) model_averaging"] = _model_averaging(separate)
     named["(d) clone per parameter"] = cloned
-    named["separate fp32"] = lambda: _ignore(ours["fp32"]())
     named["flat fp32"] = lambda: _ignore(lying())
-    named["separate bf16"] = lambda: _ignore(ours["bf16"]())
-    named["separate int8"] = lambda: _ignore(ours["int8"]())
-    return named
+    return named | {f"separate {w}": partial(_call, c) for w, c in ours.items()}
 
 
 def _model_averaging(tensors: list[Tensor]) -> Variant:
@@ -153,8 +153,7 @@ def computed(device: torch.device, numel: int, repeats: int) -> list[dict[str, A
     """For each smaller format: its bytes against fp32, and the bandwidth below which it wins."""
     local = local_work(device, 2**22, repeats)
     replicas = Replicas.world()
-    wires = {"fp32": AllReduce(replicas, native_average=False), "bf16": Bf16(replicas)}
-    sent = {w: wire.sent_bytes(numel, 4) for w, wire in {**wires, "int8": Int8(replicas)}.items()}
+    sent = {name: wire.build(replicas, device).sent_bytes(numel, 4) for name, wire in WIRES.items()}
     return [
         {
             "variant": f"{name} wire, computed",
@@ -334,6 +333,10 @@ def _ratio(seconds: dict[str, list[float]], name: str) -> float:
 
 def _size(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
+
+
+def _call(converge: Converge) -> None:
+    converge()
 
 
 def _ignore(_: object) -> None:

@@ -30,9 +30,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale import OneCycleAutoLR, fsdp
 from hdet_scale.config import ConvergePolicy
-from hdet_scale.converge.pipeline import local
 from hdet_scale.models.gpt import GPT, GPTConfig
 from hdet_scale.phases.exploring import Exploring
+from hdet_scale.topology import local
 
 GPT2_VOCABULARY = 50257
 SIZES = {

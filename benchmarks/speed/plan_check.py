@@ -19,8 +19,9 @@ import torch
 
 from benchmarks import ranks, rows
 from benchmarks.speed.shapes import gpt2_small
+from hdet_scale.converge.costs import Cost, ring
 from hdet_scale.converge.pipeline import Converge
-from hdet_scale.plan.links import Cost, Link, fit, ring
+from hdet_scale.plan.links import Link, fit
 from hdet_scale.topology import Replicas
 
 LIMIT = 0.25
@@ -30,11 +31,7 @@ SHRINKS = (12, 6, 3, 1)
 
 def cost_of(converge: Converge) -> Cost:
     """Hops and bytes of a converge, an all-reduce priced as a ring: on gloo it is one."""
-    n = converge.replicas.size
-    total = Cost(0, 0)
-    for t in converge.transfers():
-        total += Cost(ring(n, 1).hops, t.sent_bytes)
-    return total
+    return sum((t.cost(ring) for t in converge.transfers()), Cost(0, 0))
 
 
 def measure(send: ranks.Send, options: argparse.Namespace) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 from benchmarks import rows
 from hdet_scale.config import HDETConfig
 from hdet_scale.plan import shapes
-from hdet_scale.plan.estimate import TARGET, Estimate, Job, estimate, fitting_shards
+from hdet_scale.plan.estimates import Estimate, estimate
 from hdet_scale.plan.links import PRESETS
+from hdet_scale.plan.recommendation import TARGET, fitting_shards
+from hdet_scale.plan.workload import Workload
 
 SIZES = ("1B", "7B", "70B", "405B")
 REPLICAS = tuple(8 * 2**i for i in range(12))
@@ -37,11 +39,11 @@ def computed(clusters: Sequence[str] = CLUSTERS, sizes: Sequence[str] = SIZES) -
         for size in sizes:
             model = shapes.of(size)
             # The layout of a replica does not depend on how many there are: found once.
-            shards = fitting_shards(Job(model=model, gpus=2**15, cluster=PRESETS[on]), config)
+            shards = fitting_shards(Workload(model=model, gpus=2**15, cluster=PRESETS[on]), config)
             for n in REPLICAS:
-                job = Job(model=model, gpus=n * shards, cluster=PRESETS[on])
+                work = Workload(model=model, gpus=n * shards, cluster=PRESETS[on])
                 found[on, size, n] = estimate(
-                    job, HDETConfig(interval=1000, shards=shards, replicas=n)
+                    work, HDETConfig(interval=1000, shards=shards, replicas=n)
                 )
     return found
 

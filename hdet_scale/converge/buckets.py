@@ -6,7 +6,7 @@ none. A span of at least `direct_bytes` is averaged where it lies, with no copy;
 packed, in the order given, into staging buckets of at most `bucket_bytes`.
 
 The plan depends on shapes, strides, dtypes and the caps alone, so that every rank of a group
-makes the same one; `fingerprint` is what ranks compare. Meta tensors can be planned too.
+makes the same one; `check_same_plan` compares their fingerprints. Meta tensors can be planned too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from hdet_scale.topology import Replicas
 
 DIRECT_BYTES = 2**20
 """From here a span is worth a collective of its own: copying it twice would cost more."""
@@ -118,6 +121,42 @@ def join(first: Plan, second: Plan) -> Plan:
         first.layout + second.layout,
         f"{first.settings}; {second.settings}",
     )
+
+
+def check_same_plan(plan: Plan, replicas: Replicas, device: torch.device) -> None:
+    """Refuse replicas whose plans differ: a hang or a wrong mean becomes an error. Collective.
+
+    Args:
+        plan: this rank's plan.
+        replicas: who compares.
+        device: where the fingerprint is sent from.
+
+    Raises:
+        ValueError: the same on every rank, with the first tensor that differs.
+    """
+    n, group = replicas.size, replicas.connected()
+    sent = torch.frombuffer(bytearray(plan.fingerprint), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(sent) for _ in range(n)]
+    dist.all_gather(rows, sent, group=group)
+    if any(not torch.equal(row, rows[0]) for row in rows):
+        layouts: list[tuple[tuple[str, ...], str]] = [((), "")] * n
+        dist.all_gather_object(layouts, (plan.layout, plan.settings), group=group)
+        raise ValueError(_first_difference(layouts))
+
+
+def _first_difference(layouts: Sequence[tuple[Sequence[str], str]]) -> str:
+    said = "replicas would average different things: "
+    advice = ". Build the same model and optimizer on every replica, in the same order"
+    tensors = [lines for lines, _ in layouts]
+    for i in range(max(len(lines) for lines in tensors)):
+        found = [lines[i] if i < len(lines) else "nothing" for lines in tensors]
+        for replica, line in enumerate(found):
+            if line != found[0]:
+                both = f"{found[0]} on replica 0 and {line} on replica {replica}"
+                return f"{said}tensor {i} is {both}{advice}"
+    settings = [text for _, text in layouts]
+    replica = next(r for r, text in enumerate(settings) if text != settings[0])
+    return f"{said}{settings[0]} on replica 0 and {settings[replica]} on replica {replica}{advice}"
 
 
 def _pack(

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hdet_scale.converge.remembered import Memory
 from hdet_scale.kernels.choice import on_kernels
 
 QUANTUM = 256
@@ -26,16 +26,6 @@ outweigh what starting an operation costs. Whole runs."""
 FAINT = 1e-30
 """A scale below this says nothing that a parameter could show, and its inverse may overflow: the
 run is sent as zeros and stays in the residual."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What the int8 wire remembers of a bucket, flat and in fp32."""
-
-    point: Tensor
-    """The last converged point, the same on every replica."""
-    residual: Tensor
-    """What this replica's messages have left out so far."""
 
 
 def message_bytes(numel: int) -> int:

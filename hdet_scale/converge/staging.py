@@ -24,7 +24,7 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels copy by way of fp32, exactly."""
 
 
-class Stage:
+class StagedBucket:
     """The tensors of a bucket and their way into a flat buffer and back."""
 
     def __init__(self, views: Sequence[Tensor]) -> None:
@@ -74,14 +74,14 @@ class Stage:
 
 
 def gather(views: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """`Stage.gather` for once, tensor by tensor."""
+    """`StagedBucket.gather` for once, tensor by tensor."""
     for view, part in zip(views, _parts(flat, views), strict=True):
         part.copy_(view)
     return flat
 
 
 def scatter(flat: Tensor, views: Sequence[Tensor]) -> None:
-    """`Stage.scatter` for once, tensor by tensor."""
+    """`StagedBucket.scatter` for once, tensor by tensor."""
     for view, part in zip(views, _parts(flat, views), strict=True):
         view.copy_(part)
 

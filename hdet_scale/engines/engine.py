@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet_scale.converge.pipeline import local
 from hdet_scale.engines.gradient_mean import average_after_backward
 from hdet_scale.optim.fused import FusedOptimizer
-from hdet_scale.topology import Replicas, is_distributed
+from hdet_scale.topology import Replicas, is_distributed, local
 
 
 class Engine:

@@ -15,17 +15,17 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from hdet_scale.converge.pipeline import Converge, Outcome, Pending, distinct, with_own_group
+from hdet_scale.converge.overlap import Pending, with_own_group
+from hdet_scale.converge.pipeline import Converge, distinct
+from hdet_scale.converge.policy import ConvergePolicy
+from hdet_scale.converge.transfers import Outcome
 from hdet_scale.engines.engine import Engine
 from hdet_scale.method.losses import LossMeter
 from hdet_scale.topology import Replicas
-
-if TYPE_CHECKING:
-    from hdet_scale.config import ConvergePolicy
 
 logger = logging.getLogger("hdet_scale")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet_scale.converge.pipeline import Outcome
+from hdet_scale.converge.transfers import Outcome
 from hdet_scale.method.records import ProbeRecord, RoundRecord
 from hdet_scale.phases.plain import Plain, averaging_of
 from hdet_scale.phases.run import Phase, Run, Turn

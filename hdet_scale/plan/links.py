@@ -1,13 +1,10 @@
-"""Links: what a transfer costs, by the alpha-beta model, and the clusters that people have.
+"""Links: the seconds of a transfer, by the alpha-beta model, and the clusters that people have.
 
     seconds = hops x alpha + bytes x beta          alpha: latency of a hop, beta: 1 / bandwidth
 
-    ring      2 (n-1) hops,           2 (n-1)/n m bytes       least bytes, latency grows with n
-    tree      2 ceil(log2 n) hops,    2 m bytes               two trees that carry half each
-    direct    2 (n-1) hops,           what the wire sends     every rank to every other; 2 ranks: 1
-
-An all-reduce takes the cheaper of ring and tree for each message, as NCCL does. `fit` finds alpha
-and beta of a machine from a few measured transfers.
+Hops and bytes are those of `hdet_scale.converge.costs`. An all-reduce takes the cheaper of ring and
+tree for each message, as NCCL does. `fit` finds alpha and beta of a machine from a few measured
+transfers.
 """
 
 from __future__ import annotations
@@ -17,19 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hdet_scale.converge.costs import Cost, ring, tree
+
 GBIT = 1e9 / 8
 """Bytes a second of one Gb/s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a transfer asks of a link."""
-
-    hops: float
-    nbytes: float
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.hops + other.hops, self.nbytes + other.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +42,6 @@ class Link:
     def all_reduce(self, n: int, nbytes: float) -> Cost:
         """The cheaper of ring and tree for a message of `nbytes`."""
         return min(ring(n, nbytes), tree(n, nbytes), key=self.seconds)
-
-
-def ring(n: int, nbytes: float) -> Cost:
-    """Reduce-scatter and all-gather around a ring."""
-    return Cost(2 * (n - 1), 2 * (n - 1) / n * nbytes)
-
-
-def tree(n: int, nbytes: float) -> Cost:
-    """Up and down two binary trees at once."""
-    return Cost(2 * math.ceil(math.log2(n)), 2 * nbytes if n > 1 else 0.0)
-
-
-def direct(n: int, sent: float) -> Cost:
-    """Segments to their owners and back; two ranks exchange all in one trip. One hop a message is
-    pessimistic where messages to different ranks overlap."""
-    return Cost(1 if n == 2 else 2 * (n - 1), sent)
 
 
 def fit(costs: Sequence[Cost], seconds: Sequence[float]) -> Link:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_scale.converge.pipeline import local
 from hdet_scale.engines.engine import Engine
+from hdet_scale.topology import local
 
 
 class Snapshot:

@@ -15,8 +15,9 @@ from benchmarks import __main__ as every
 from benchmarks.paper import ablation, time_to_loss
 from benchmarks.paper.learning import Curve, Recipe, trailing_mean, train, unigram_entropy
 from benchmarks.speed import plan_check, scale, throughput
+from hdet_scale.converge.costs import Cost
 from hdet_scale.models.text import Text
-from hdet_scale.plan.links import Cost, Link
+from hdet_scale.plan.links import Link
 from tests.support.fleet import Fleet
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -200,3 +202,19 @@ def test_the_fingerprint_tells_plans_apart(other: list[Tensor]) -> None:
 def test_the_fingerprint_tells_caps_apart() -> None:
     tensors = [torch.zeros(3, 4)]
     assert plan(tensors, bucket_bytes=64).fingerprint != plan(tensors, bucket_bytes=65).fingerprint
+
+
+def test_a_seventy_billion_plan_is_quick_and_has_every_element() -> None:
+    d, vocabulary, layers = 8192, 128256, 80
+    block = [(d, d), (1024, d), (1024, d), (d, d), (28672, d), (28672, d), (d, 28672), (d,), (d,)]
+    shapes = [(vocabulary, d), *(block * layers), (d,), (vocabulary, d)]
+    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]
+    begin = time.perf_counter()
+    made = plan(tensors, bucket_bytes=32 * 2**20, direct_bytes=None, itemsize=4)
+    took = time.perf_counter() - begin
+    total = sum(t.numel() for t in tensors)
+    assert total > 70e9
+    assert made.numel == total
+    assert max(b.numel for b in made.buckets) * 4 <= 32 * 2**20
+    print(f"{len(made.buckets)} buckets over {total / 1e9:.1f} B parameters in {took:.2f} s")
+    assert took < 2

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from hdet_scale import Replicas
-from hdet_scale.converge.int8 import CACHED, QUANTUM, Codec, Memory, message_bytes
+from hdet_scale.converge.int8 import CACHED, QUANTUM, Codec, message_bytes
 from hdet_scale.converge.pipeline import Converge
-from hdet_scale.converge.staging import Stage
+from hdet_scale.converge.remembered import Memory
+from hdet_scale.converge.staging import StagedBucket
 from hdet_scale.kernels import average
 from hdet_scale.kernels.choice import on_kernels
 from hdet_scale.kernels.interpreter import interpreted
@@ -104,12 +105,12 @@ def staged(wide: torch.dtype, bad: float | None) -> list[Tensor]:
     views = [draw(n, seed=n).to(kinds[n % len(kinds)])[n % 2 :] for n in (1, 7, 1024, 3001)]
     if bad is not None:
         views[-1][-1] = bad
-    stage, numel = Stage(views), sum(v.numel() for v in views)
-    flat = stage.gather(torch.empty(numel, dtype=wide))
+    bucket, numel = StagedBucket(views), sum(v.numel() for v in views)
+    flat = bucket.gather(torch.empty(numel, dtype=wide))
     checked = torch.empty(numel, dtype=wide)
-    verdict = stage.gather_checked(checked).isfinite()
+    verdict = bucket.gather_checked(checked).isfinite()
     back = draw(numel, seed=9).to(wide)
-    stage.scatter(back)
+    bucket.scatter(back)
     return [flat, checked, verdict, *views]
 
 

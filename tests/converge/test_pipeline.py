@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hdet_scale import Replicas
 from hdet_scale.converge.pipeline import Converge, NoHealthyReplicaError
+from tests.support.averaging import CAP, mean_of, same_everywhere, tensors_of
 from tests.support.fleet import Fleet
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -334,3 +335,33 @@ def test_a_bad_shard_takes_its_whole_replica_out(quartet: Fleet) -> None:
     for rank, (included, t) in enumerate(quartet.run(_bad_shard)):
         assert included == (True, False)
         assert torch.equal(t, torch.full((3,), 100.0 * (rank % 2)))
+
+
+# -- fragments --------------------------------------------------------------------------------
+
+
+def _fragmented(rank: int, size: int, parts: int) -> list[tuple[list[Tensor], int]]:
+    tensors = tensors_of(rank)
+    converge = Converge(tensors, Replicas.world(), CAP, fragments=parts)
+    seen = []
+    for part in range(parts):
+        outcome = converge.average([True] * size, part)
+        seen.append(([t.clone() for t in tensors], outcome.wire_bytes))
+    return seen
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_fragments_average_each_element_once(fleets: Any, parts: int) -> None:
+    results = fleets(2).run(_fragmented, parts)
+    mean = mean_of([tensors_of(r) for r in range(2)])
+    before = torch.cat([t.flatten() for t in tensors_of(0)])
+    target = torch.cat([m.flatten() for m in mean]).float()
+    for done in range(parts):
+        now = torch.cat([t.flatten() for t in results[0][done][0]])
+        averaged, untouched = now == target, now == before
+        assert bool((averaged | untouched).all())
+        share = float(averaged.float().mean())
+        assert share == pytest.approx((done + 1) / parts, abs=0.1)
+    same_everywhere([r[-1][0] for r in results])
+    bytes_ = [sent for _, sent in results[0]]
+    assert max(bytes_) < 1.35 * sum(bytes_) / parts

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale import ConvergePolicy, OneCycleAutoLR
-from hdet_scale.converge.pipeline import OuterStep
+from hdet_scale.converge.outer import OuterStep
 
 STEPS, T = 18, 6
 
@@ -255,3 +255,13 @@ def _params(state: dict[str, Tensor]) -> list[Tensor]:
 
 def test_a_loaded_state_drops_an_averaging_under_way(fleets: Any) -> None:
     assert fleets(2).run(_rolled_back) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("policy", "remembers"),
+    [({}, False), ({"wire": "bf16"}, False), ({"wire": "int8"}, True), ({"outer": {}}, True)],
+)
+def test_a_policy_says_whether_a_converge_builds_on_the_last(
+    policy: dict[str, Any], remembers: bool
+) -> None:
+    assert ConvergePolicy(**policy).remembers is remembers

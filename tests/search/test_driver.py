@@ -34,11 +34,11 @@ from hdet_scale import (
     Replicas,
     fsdp,
 )
-from hdet_scale.converge.pipeline import local
 from hdet_scale.phases.assembly import divides_by_the_gradient
 from hdet_scale.search.probe import Probe, common_batches
 from hdet_scale.search.schedule import outline_of
 from hdet_scale.search.trials import STAGES
+from hdet_scale.topology import local
 from tests.support.fleet import Fleet
 from tests.support.raced import blind, sighted
 from tests.support.toy import batch, bits, buffers, learn, moments, parameters, same, toy

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from hdet_scale import OneCycleAutoLR
-from hdet_scale.converge.pipeline import local
 from hdet_scale.runs.log import RunLog
 from hdet_scale.search.trials import LONG
+from hdet_scale.topology import local
 from tests.support.toy import learn, toy
 
 STEPS, EVERY = 1600, 10

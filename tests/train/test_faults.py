@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hdet_scale import Replicas
 from hdet_scale.converge.pipeline import Converge
+from hdet_scale.converge.transfers import Transfer
 from tests.support.fleet import CaseFailed
 
 TIMEOUT = 15.0
@@ -32,7 +33,8 @@ def _converge(rank: int, size: int, home: str, wire: str, dies: bool) -> list[to
         for t in tensors:
             t.add_(float(rank + 1) * (k + 1))
         if dies and rank == 1 and k == 1:
-            converge._flight = _fatal(converge._flight)  # type: ignore[method-assign]
+            flights = converge._flights
+            flights.flight = _fatal(flights.flight)  # type: ignore[method-assign]
         begin = time.monotonic()
         try:
             converge()
@@ -48,10 +50,10 @@ def _start() -> list[torch.Tensor]:
 
 
 def _fatal(flight: Any) -> Any:
-    def dying(index: int, *args: Any) -> Iterator[None]:
-        if index == 5:
+    def dying(transfer: Transfer, *args: Any) -> Iterator[None]:
+        if transfer.index == 5:
             os._exit(9)
-        return flight(index, *args)
+        return flight(transfer, *args)
 
     return dying
 
