@@ -8,7 +8,8 @@ it needs. The fused optimizers are imported when they are first asked for, since
 
 from typing import TYPE_CHECKING, Any
 
-from hdet_scale.config import ConvergePolicy, HDETConfig
+from hdet_scale.config import HDETConfig
+from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.method.spread import stream_seed
 from hdet_scale.topology import Replicas, is_distributed
 

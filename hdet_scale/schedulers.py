@@ -27,14 +27,14 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet_scale.config import HDETConfig, with_authors_names
 from hdet_scale.ddp import engine_for
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.learning_rate import learning_rates
 from hdet_scale.factors.space import Factor, check_factors
 from hdet_scale.method.losses import check_loss
 from hdet_scale.method.paper import Descent
 from hdet_scale.phases.arguments import check_groups, check_inner, check_takeover, length_of
 from hdet_scale.phases.build import check_search, make_run
-from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.runs.replay import ReplayLR
 from hdet_scale.search.probe import Losses
 from hdet_scale.search.schedule import ScheduleShape, go_to, position_of, shape_of

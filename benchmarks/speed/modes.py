@@ -29,7 +29,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale import OneCycleAutoLR, fsdp
-from hdet_scale.config import ConvergePolicy
+from hdet_scale import ConvergePolicy
 from hdet_scale.models.gpt import GPT, GPTConfig
 from hdet_scale.phases.exploring import Exploring
 from hdet_scale.topology import local

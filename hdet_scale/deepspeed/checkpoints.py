@@ -8,7 +8,7 @@ same files. Here
     <dir>/<tag>/hdet.json          the layout, and whether the replicas had diverged
     <dir>/<tag>/replica_<r>/       only where they had: the same files of each replica, and what
                                    each of its ranks remembers of the round
-    <dir>/<tag>/snapshot/          only while a run is watched (hdet_scale.phases.snapshots)
+    <dir>/<tag>/snapshot/          only while a run is watched (hdet_scale.phases.snapshot_files)
 
 Right after a converge replicas are equal and the first is all there is. In the middle of a round
 each replica has its own place, and what stands in DeepSpeed's layout is the converged model: the
@@ -29,7 +29,7 @@ from torch import Tensor
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.deepspeed.partitions import ZeroEngine
 from hdet_scale.phases.exploring import Exploring
-from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.topology import Replicas
 
 FILE = "hdet.json"

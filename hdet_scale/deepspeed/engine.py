@@ -26,7 +26,7 @@ from hdet_scale.deepspeed import checkpoints as checkpoint
 from hdet_scale.deepspeed.partitions import ZeroEngine, check_attributes
 from hdet_scale.engines.gradient_mean import GradientMean
 from hdet_scale.method.records import Record, RoundRecord
-from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.runs.boards import record_scalars
 from hdet_scale.topology import Replicas
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet_scale.engines.engine import Engine, trained
 from hdet_scale.engines.gradient_mean import gradient_of
+from hdet_scale.engines.protocol import Engine, trained
 from hdet_scale.topology import Replicas
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from hdet_scale.config import HDETConfig
 from hdet_scale.deepspeed.partitions import ZeroEngine, engine_of
 from hdet_scale.deepspeed.settings import KEYS
-from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 

@@ -23,7 +23,7 @@ from hdet_scale.converge.overlap import Pending, with_own_group
 from hdet_scale.converge.pipeline import Converge, distinct
 from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.converge.transfers import Outcome
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.method.losses import LossMeter
 from hdet_scale.topology import Replicas
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.phases.scheduler import PhasedScheduler
+from hdet_scale.phases.phased import PhasedScheduler
 
 
 def check_inner(scheduler: object) -> LRScheduler:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.space import Factor
 from hdet_scale.method.paper import Descent, PaperRule, PaperSteering
 from hdet_scale.phases.exploring import Exploring

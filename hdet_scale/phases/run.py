@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.space import Factor
 from hdet_scale.method.records import ProbeRecord, Record
 from hdet_scale.search.probe import Probe

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.topology import local
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hdet_scale.config import HDETConfig, read
+from hdet_scale.config import HDETConfig
+from hdet_scale.converge.checks import read
 from hdet_scale.models.gpt import GPT, GPTConfig
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.method.records import Record, RoundRecord
-from hdet_scale.phases import snapshots
+from hdet_scale.phases import snapshot_files
 from hdet_scale.phases.build import Phases
 from hdet_scale.phases.run import Phase, Run
 from hdet_scale.phases.searching import Searching
@@ -313,12 +313,12 @@ class PhasedScheduler:
         Args:
             folder: the checkpoint's folder; the snapshot goes to `folder/snapshot`.
         """
-        snapshots.save(Path(folder), self.snapshot)
+        snapshot_files.save(Path(folder), self.snapshot)
 
     def load_snapshot(self, folder: str | Path) -> None:
         """Load what `save_snapshot` saved, after `load_state_dict`; every rank calls it."""
         if self.watching:
-            found = snapshots.load(Path(folder), self._run.engine)
+            found = snapshot_files.load(Path(folder), self._run.engine)
             if found is not None:
                 self.restore_snapshot(found)
 

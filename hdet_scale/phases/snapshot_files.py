@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.topology import local
 
