@@ -52,7 +52,7 @@ class HDETConfig:
     """
 
     rule: str = "auto"
-    """What finds or moves the learning rate. "auto": a search at the start of the run, then the
+    """"auto", "paper", "slope" or "none": what finds or moves the rate. "auto": a search at the start of the run, then the
     user's schedule at the rate that won, watched on held-out batches; a run that is too short for a
     search is plain training. "paper": the published rule at each converge. "slope": at each
     converge by a probe, for any factor. "none": explore without steering."""
@@ -61,8 +61,8 @@ class HDETConfig:
     interval: int = 1000
     """T: optimizer steps of a round."""
     gradients: str = "shared"
-    """"shared": one all-reduced gradient for all replicas. "local": each steps with its own, and
-    nothing crosses replicas between converges."""
+    """"shared": one all-reduced gradient for all replicas; "local": each steps with its own. With
+    local gradients nothing crosses replicas between converges."""
     total_steps: int | None = None
     """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
     probe_batches: int = 16

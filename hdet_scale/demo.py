@@ -98,7 +98,7 @@ class Progress:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class DemoRun:
     """What one run did."""
 
     name: str
@@ -131,13 +131,13 @@ def train_both(send: Send, settings: DemoSettings) -> None:
         tell(train(name, text, replicas, settings, tell))
 
 
-def train(name: str, text: Text, replicas: Replicas, settings: DemoSettings, tell: Send) -> Run:
+def train(name: str, text: Text, replicas: Replicas, settings: DemoSettings, tell: Send) -> DemoRun:
     """One run from the seed to the validation."""
     model = GPT(GPTConfig.named(settings.size), seed=settings.seed)
     wrapped = DistributedDataParallel(model)
     optimizer = AdamW(model.parameters(), lr=settings.max_lr, weight_decay=0.1)
     scheduler = _scheduler(name, optimizer, settings)
-    run = Run(name=name)
+    run = DemoRun(name=name)
     log = _log(name, settings, replicas)
     if isinstance(scheduler, OneCycleAutoLR):
         scheduler.on_round(run.rounds.append)
@@ -234,13 +234,13 @@ def _validate(model: GPT, text: Text, replicas: Replicas, settings: DemoSettings
     return math.fsum(total for total, _ in rows) / math.fsum(count for _, count in rows)
 
 
-def watch(settings: DemoSettings, console: Console) -> list[Run]:
+def watch(settings: DemoSettings, console: Console) -> list[DemoRun]:
     """Start the workers, show their progress, return the two runs."""
-    runs: list[Run] = []
+    runs: list[DemoRun] = []
     show = _bars if console.is_terminal else _lines
     with show(settings, console) as update:
         for message in messages(train_both, settings.replicas, settings):
-            if isinstance(message, Run):
+            if isinstance(message, DemoRun):
                 runs.append(message)
             else:
                 update(message)
@@ -280,7 +280,7 @@ def _lines(settings: DemoSettings, console: Console) -> Iterator[Callable[[Progr
     yield update
 
 
-def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
+def rows(plain: DemoRun, hdet: DemoRun) -> list[tuple[str, str, str]]:
     """The table: what is compared, the plain run, HDET."""
     least = COUNTED_SHARE * max(plain.bases)
     ratios = [b / s for b, s in zip(hdet.bases, plain.bases, strict=True) if s >= least]
@@ -297,7 +297,7 @@ def rows(plain: Run, hdet: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def verdict(plain: Run, hdet: Run, settings: DemoSettings) -> str:
+def verdict(plain: DemoRun, hdet: DemoRun, settings: DemoSettings) -> str:
     """What the numbers show and what they do not."""
     change = hdet.validation / plain.validation - 1
     noise = statistics.median(statistics.stdev(r.losses) for r in hdet.rounds)
@@ -312,7 +312,7 @@ def verdict(plain: Run, hdet: Run, settings: DemoSettings) -> str:
     )
 
 
-def show(plain: Run, hdet: Run, settings: DemoSettings, console: Console) -> None:
+def show(plain: DemoRun, hdet: DemoRun, settings: DemoSettings, console: Console) -> None:
     """Print the table and the text below it."""
     from rich.table import Table
 
@@ -349,7 +349,7 @@ def parse(argv: Sequence[str] | None) -> DemoSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit code: 0 done, 1 failed, 130 Ctrl-C."""
+    """DemoRun the demo and return its exit code: 0 done, 1 failed, 130 Ctrl-C."""
     try:
         settings = parse(argv)
     except ValueError as error:

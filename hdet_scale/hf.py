@@ -37,7 +37,7 @@ IGNORED = -100
 """The label that transformers' losses leave out."""
 
 
-class Attached(Counted):
+class AttachedLoop(Counted):
     """Counted, with the losses that the model's forward returns."""
 
     def __init__(
@@ -72,13 +72,13 @@ class Attached(Counted):
 
 def attach(
     model: nn.Module, optimizer: Any, scheduler: Any, config: HDETConfig | None = None
-) -> Attached:
+) -> AttachedLoop:
     """Let the replicas of an Accelerate loop explore, after `accelerator.prepare`.
 
     `.exploring` is the AutoLR: `finalize()` at the end, `on_round`, `state_dict`. Call `.detach()`
     to give everything back.
     """
-    return Attached(model, optimizer, scheduler, config or HDETConfig())
+    return AttachedLoop(model, optimizer, scheduler, config or HDETConfig())
 
 
 def _targets(module: nn.Module, labels: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     def __init__(self, config: HDETConfig | None = None, *, log: str | Path | None = None) -> None:
         self.config = config or HDETConfig()
         self.folder = log
-        self.attached: Attached | None = None
+        self.attached: AttachedLoop | None = None
         self._log: RunLog | None = None
         self._bases: list[list[float]] = []
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hdet_scale import demo
-from hdet_scale.demo import HDET, PLAIN, DemoSettings, Progress, Run
+from hdet_scale.demo import HDET, PLAIN, DemoSettings, Progress, DemoRun
 from hdet_scale.method.records import RoundRecord
 from hdet_scale.runs.log import read
 from hdet_scale.train.workers import Send
@@ -28,7 +28,7 @@ def fail_on_rank_1(send: Send, *_: object) -> None:
     dist.barrier()
 
 
-def a_run(name: str, loss: float, scale: float) -> Run:
+def a_run(name: str, loss: float, scale: float) -> DemoRun:
     schedule = [1e-3, 2e-3, 1e-3, 1e-4]
     record = RoundRecord(
         round=0,
@@ -41,7 +41,7 @@ def a_run(name: str, loss: float, scale: float) -> Run:
         seconds=0.1,
         wire_bytes=0,
     )
-    return Run(
+    return DemoRun(
         name=name,
         losses=[[4.0, 3.0, 2.0, loss], [4.0, 3.0, 2.0, loss + 0.02]],
         bases=[schedule[0], *(scale * x for x in schedule[1:])],
@@ -117,7 +117,7 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     said = [Progress(run=n, step=s, loss=3.25, base=1e-3) for n in (PLAIN, HDET) for s in (1, 10)]
-    runs = [Run(name=PLAIN), Run(name=HDET)]
+    runs = [DemoRun(name=PLAIN), DemoRun(name=HDET)]
     monkeypatch.setattr(demo, "messages", lambda *_: iter([*said, *runs]))
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=110)

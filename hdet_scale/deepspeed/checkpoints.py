@@ -32,7 +32,7 @@ from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.topology import Replicas
 
-FILE = "hdet.json"
+LAYOUT_FILE = "hdet.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,14 @@ class Layout:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / LAYOUT_FILE).write_text(
+            json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Layout | None:
         """None for a checkpoint that plain DeepSpeed wrote."""
-        path = folder / FILE
+        path = folder / LAYOUT_FILE
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
     def check(self, now: Layout, folder: Path, *, resume: bool) -> None:

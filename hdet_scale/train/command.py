@@ -16,6 +16,7 @@ Exit codes: 0 done, 1 failed, 2 refused, 130 Ctrl-C, 143 SIGTERM (with a checkpo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +26,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hdet_scale.config import HDETConfig, described
 from hdet_scale.models.gpt import SIZES
 from hdet_scale.models.text import TOKEN_TYPES
 from hdet_scale.runs.boards import BOARDS
 from hdet_scale.runs.log import FILE
-from hdet_scale.train.job import ENGINES
+from hdet_scale.train.job import ENGINES, HDET_KEYS
 from hdet_scale.train.progress import shown
 from hdet_scale.train.saving import newest_checkpoint
 from hdet_scale.train.training_loop import dated_folder, run
@@ -89,12 +91,20 @@ def _add_run(add: Callable[..., Any]) -> None:
 
 
 def _add_hdet(add: Callable[..., Any]) -> None:
-    add("--replicas", type=int, metavar="N", help="replaces the config's, as do the next five")
-    add("--shards", type=int, metavar="N", help="ranks of one replica")
-    add("--gradients", choices=("shared", "local"), help="averaged over replicas, or each its own")
-    add("--rule", help="what moves the learning rate: auto, paper, slope, none")
-    add("--spread", type=float, metavar="A", help="0 is plain training")
-    add("--interval", type=int, metavar="T", help="steps of a round")
+    """An option for each key of HDETConfig; it replaces the config file's."""
+    texts = described(HDETConfig)
+    for key in HDET_KEYS:
+        option = f"--{key.replace('_', '-')}"
+        # argparse expands a percent sign.
+        add(option, type=_value, metavar="VALUE", help=texts[key].replace("%", "%%"))
+
+
+def _value(text: str) -> Any:
+    """A number, null, true, false or an object as JSON has it; any other word as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _add_schedule(add: Callable[..., Any]) -> None:

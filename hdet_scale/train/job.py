@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hdet_scale.train.torch_job import Recipe
 
 ENGINES = ("ddp", "fsdp", "deepspeed")
+HDET_KEYS = tuple(
+    f.name for f in dataclasses.fields(HDETConfig) if f.name not in ("total_steps", "seed")
+)
+"""Keys of HDETConfig that are options of `hdet train`; its --steps and --seed are the run's own."""
 
 
 class TrainingJob(Protocol):
@@ -91,8 +95,7 @@ def build_job(args: argparse.Namespace, shape: GPTConfig) -> TrainingJob:
 
 def hdet_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the command line that replace those of the config's "hdet" block."""
-    names = ("replicas", "shards", "gradients", "rule", "spread", "interval")
-    return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    return {key: getattr(args, key) for key in HDET_KEYS if getattr(args, key) is not None}
 
 
 def _deepspeed_job(
@@ -101,7 +104,6 @@ def _deepspeed_job(
     from hdet_scale.train.deepspeed_job import DeepSpeedJob, with_overrides
 
     config = with_overrides(values, hdet_overrides(args), args)
-    config["hdet"] = _with_rule(config["hdet"])
     return DeepSpeedJob(config, GPT(shape, seed=args.seed))
 
 
@@ -110,8 +112,8 @@ def _torch_job(args: argparse.Namespace, values: dict[str, Any], shape: GPTConfi
 
     from_file = read(Recipe, {k: v for k, v in values.items() if k != "hdet"}, str(args.config))
     recipe = _recipe(args, from_file)
-    options = _with_rule({**values.get("hdet", {}), **hdet_overrides(args)})
-    if options.get("rule") in ("auto", "slope"):  # a search takes a share of the run
+    options = {**values.get("hdet", {}), **hdet_overrides(args)}
+    if options.get("rule", "auto") == "auto":  # a search takes a share of the run
         options.setdefault("total_steps", recipe.schedule.get("total_steps"))
     hdet = HDETConfig.from_dict(options)
     return TorchJob(args.engine, GPT(shape, seed=args.seed), recipe, hdet)
@@ -128,8 +130,3 @@ def _recipe(args: argparse.Namespace, recipe: Recipe) -> Recipe:
     changes |= {"dtype": "bf16"} if args.bf16 else {}
     changes |= {} if args.accumulation is None else {"accumulation": args.accumulation}
     return dataclasses.replace(recipe, **changes)
-
-
-def _with_rule(hdet: dict[str, Any]) -> dict[str, Any]:
-    """Options without a rule get "auto", unless they have a spread to explore with."""
-    return hdet if {"rule", "spread"} & hdet.keys() else {**hdet, "rule": "auto"}
