@@ -52,10 +52,11 @@ class HDETConfig:
     """
 
     rule: str = "auto"
-    """"auto", "paper", "slope" or "none": what finds or moves the rate. "auto": a search at the start of the run, then the
-    user's schedule at the rate that won, watched on held-out batches; a run that is too short for a
-    search is plain training. "paper": the published rule at each converge. "slope": at each
-    converge by a probe, for any factor. "none": explore without steering."""
+    """"auto", "paper", "slope" or "none": what finds or moves the rate. "auto": a search at the
+    start of the run, then the user's schedule at the rate that won, watched on held-out batches; a
+    run that is too short for a search is plain training. "paper": the published rule at each
+    converge. "slope": at each converge by a probe, for any factor. "none": explore without
+    steering."""
     spread: float = SPREAD
     """a: replicas' multipliers lie in [1 - a, 1 + a]. 0 is plain training, exactly."""
     interval: int = 1000

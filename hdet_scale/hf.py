@@ -78,7 +78,7 @@ def attach(
     `.exploring` is the AutoLR: `finalize()` at the end, `on_round`, `state_dict`. Call `.detach()`
     to give everything back.
     """
-    return AttachedLoop(model, optimizer, scheduler, config or HDETConfig())
+    return AttachedLoop(model, optimizer, scheduler, config or HDETConfig(rule="paper"))
 
 
 def _targets(module: nn.Module, labels: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """
 
     def __init__(self, config: HDETConfig | None = None, *, log: str | Path | None = None) -> None:
-        self.config = config or HDETConfig()
+        self.config = config or HDETConfig(rule="paper")
         self.folder = log
         self.attached: AttachedLoop | None = None
         self._log: RunLog | None = None

@@ -30,7 +30,7 @@ class HDETCallback(Callback):  # type: ignore[misc]  # no types for us
     """HDET in a Lightning Trainer."""
 
     def __init__(self, config: HDETConfig | None = None) -> None:
-        self.config = config or HDETConfig()
+        self.config = config or HDETConfig(rule="paper")
         if self.config.gradients == "local":
             raise ValueError(
                 'gradients="local" is not for a strategy that wraps the model: use "shared"'
