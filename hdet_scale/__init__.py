@@ -13,7 +13,7 @@ from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 
 if TYPE_CHECKING:
-    from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD
+    from hdet_scale.optim.fused_adamw import FusedAdamW, FusedLion, FusedSGD
 
 __version__ = "0.1.0"
 __all__ = [

@@ -8,7 +8,7 @@ With base LR eta and the replica's multiplier rho, in fp32 whatever the storage:
     v <- beta2 v + (1 - beta2) g^2
     p <- p - (eta rho / c1) m / (sqrt(v) / c2 + eps)
 
-c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t) come from `steps.advance`. Each array is read once and
+c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t) come from `advance`. Each array is read once and
 written once: 28 bytes a parameter for fp32, and 28 for 16-bit p and g with an fp32 master and
 fp32 moments (p is then written and not read). Nothing is written when found_inf is set.
 """
@@ -16,9 +16,9 @@ fp32 moments (p is then written and not read). Nothing is written when found_inf
 import torch
 
 from hdet_scale.kernels import scalars, table
+from hdet_scale.kernels.advance import CORRECTIONS, arrays, grad_factor, locate
 from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
-from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
 
 _COLUMNS = tl.constexpr(table.COLUMNS)
 _NUMEL = tl.constexpr(table.NUMEL)

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from hdet_scale.kernels import average, table
+from hdet_scale.kernels import pieces, table
 from hdet_scale.kernels.adamw import adamw_kernel
+from hdet_scale.kernels.advance import advance_kernel
 from hdet_scale.kernels.launch import (
     NUM_WARPS,
     block_size,
@@ -40,7 +41,6 @@ from hdet_scale.kernels.launch import (
 )
 from hdet_scale.kernels.lion import lion_kernel
 from hdet_scale.kernels.sgd import sgd_kernel
-from hdet_scale.kernels.steps import advance_kernel
 
 WIDE = 16
 """Bytes of a 128-bit access."""
@@ -143,8 +143,8 @@ def _copy_cases() -> Iterator[Case]:
         for bucket in dtypes:
             constants = {"T": tl_dtype(tensor), "B": tl_dtype(bucket)}
             for name, function, flag in (
-                ("gather", average.gather_kernel, "flag"),
-                ("scatter", average.scatter_kernel, "skip"),
+                ("gather", pieces.gather_kernel, "flag"),
+                ("scatter", pieces.scatter_kernel, "skip"),
             ):
                 ends = (_size(tensor), _size(bucket))
                 reads, writes = ends if name == "gather" else ends[::-1]
@@ -165,7 +165,7 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="scale",
             variant=f"bucket {short}",
-            function=average.scale_kernel,
+            function=pieces.scale_kernel,
             signature={"bucket": f"*{short}", "factor": "*fp32", "numel": "i64"},
             constants={"B": tl_dtype(dtype), "ALIGNED": True},
             reads=size,
@@ -175,9 +175,9 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="pack",
             variant=f"x {short}",
-            function=average.pack_kernel,
+            function=pieces.pack_kernel,
             signature={"x": f"*{short}", "error": "*fp32", **packed, "numel": "i64"},
-            constants={"Q": average.QUANTUM, "ALIGNED": True},
+            constants={"Q": pieces.QUANTUM, "ALIGNED": True},
             reads=size + 4,
             writes=4,
             narrow=1,
@@ -185,7 +185,7 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="unpack",
             variant=f"out {short}",
-            function=average.unpack_kernel,
+            function=pieces.unpack_kernel,
             signature={
                 **packed,
                 "weights": "*fp32",
@@ -193,7 +193,7 @@ def _bucket_cases() -> Iterator[Case]:
                 **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
                 "numel": "i64",
             },
-            constants={"B": tl_dtype(dtype), "Q": average.QUANTUM, "ALIGNED": True},
+            constants={"B": tl_dtype(dtype), "Q": pieces.QUANTUM, "ALIGNED": True},
             reads=0,
             writes=size,
             narrow=1,

@@ -13,9 +13,9 @@ fp32 with momentum, 12 without. Nothing is written when found_inf is set.
 import torch
 
 from hdet_scale.kernels import scalars, table
+from hdet_scale.kernels.advance import CORRECTIONS, arrays, grad_factor, locate
 from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
-from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
 
 _COLUMNS = tl.constexpr(table.COLUMNS)
 _NUMEL = tl.constexpr(table.NUMEL)

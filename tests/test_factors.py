@@ -27,7 +27,7 @@ from hdet_scale.factors import (
     tensor_dropout,
     weight_decay,
 )
-from hdet_scale.optim.optimizers import FusedAdamW
+from hdet_scale.optim.fused_adamw import FusedAdamW
 
 RHO = st.floats(0.05, 20)
 

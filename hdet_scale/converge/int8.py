@@ -3,7 +3,7 @@
     y = theta - point + residual
     s = max |y| of a run / 127,  q = round(y / s),  residual <- y - s q
 
-On a GPU one kernel packs and one forms the mean (`hdet_scale.kernels.average`). On a CPU the same
+On a GPU one kernel packs and one forms the mean (`hdet_scale.kernels.pieces`). On a CPU the same
 arithmetic runs block by block in the cache, and gives the bits that the kernels' references give.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from hdet_scale.kernels.choice import on_kernels
 
 QUANTUM = 256
-"""Elements that share a scale, as in `hdet_scale.kernels.average`."""
+"""Elements that share a scale, as in `hdet_scale.kernels.pieces`."""
 CACHED = 2**18
 """Elements of a block: few enough for its second read to come out of the cache, and enough to
 outweigh what starting an operation costs. Whole runs."""
@@ -57,9 +57,9 @@ class Codec:
             return
         codes, scales = (row[0] for row in _opened(message[None], flat.numel()))
         if on_kernels(flat):
-            from hdet_scale.kernels import average
+            from hdet_scale.kernels import pieces
 
-            average.pack(flat.sub_(memory.point), memory.residual, codes, scales)
+            pieces.pack(flat.sub_(memory.point), memory.residual, codes, scales)
             return
         blocks = _tables([flat, memory.point, memory.residual, codes], scales)
         for x, point, residual, code, s in blocks:
@@ -81,9 +81,9 @@ class Codec:
             return
         codes, scales = _opened(messages, out.numel())
         if on_kernels(out):
-            from hdet_scale.kernels import average
+            from hdet_scale.kernels import pieces
 
-            average.unpack(codes, scales, _on_device(tuple(weights), out.device), out)
+            pieces.unpack(codes, scales, _on_device(tuple(weights), out.device), out)
             if base is not None:
                 out.add_(base)
             return

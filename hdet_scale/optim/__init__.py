@@ -1,3 +1,3 @@
-from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD, effective_lr, write_lr
+from hdet_scale.optim.fused_adamw import FusedAdamW, FusedLion, FusedSGD, effective_lr, write_lr
 
 __all__ = ["FusedAdamW", "FusedLion", "FusedSGD", "effective_lr", "write_lr"]

@@ -21,9 +21,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from hdet_scale.converge.buckets import is_dense
 from hdet_scale.factors import check_multiplier
 from hdet_scale.kernels import scalars
+from hdet_scale.kernels.advance import CORRECTIONS, advance
 from hdet_scale.kernels.launch import check_device, constant, device_block_size
 from hdet_scale.kernels.rounding import tensor_key
-from hdet_scale.kernels.steps import CORRECTIONS, advance
 from hdet_scale.kernels.table import Combination, Row, TensorTable, combinations
 from hdet_scale.optim.batches import (
     Batch,

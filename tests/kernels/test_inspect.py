@@ -127,8 +127,8 @@ def test_without_triton_the_references_work_and_the_kernels_name_the_extra() -> 
         import sys
         sys.modules["triton"] = None  # import triton raises ModuleNotFoundError
         import torch
-        from hdet_scale.kernels import average, inspect
-        from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD
+        from hdet_scale.kernels import inspect, pieces
+        from hdet_scale.optim.fused_adamw import FusedAdamW, FusedLion, FusedSGD
         for make in (FusedAdamW, FusedSGD, FusedLion):
             p = torch.nn.Parameter(torch.ones(8))
             optimizer = make([p], lr=0.1)
@@ -136,7 +136,7 @@ def test_without_triton_the_references_work_and_the_kernels_name_the_extra() -> 
             optimizer.step()
             assert p[0] < 1
         bucket = torch.empty(8)
-        assert int(average.Pieces([torch.ones(8)]).gather(bucket)) == 0
+        assert int(pieces.Pieces([torch.ones(8)]).gather(bucket)) == 0
         try:
             FusedAdamW([p], backend="triton").step()
         except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ from hdet_scale.kernels.rounding import (
     tensor_key,
     words_at,
 )
-from hdet_scale.optim.optimizers import FusedSGD
+from hdet_scale.optim.fused_adamw import FusedSGD
 
 MILLION = 10**6
 KEY = tensor_key(3, 7)

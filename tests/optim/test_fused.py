@@ -14,7 +14,7 @@ from hdet_scale.kernels.adamw import adamw_reference
 from hdet_scale.kernels.lion import lion_reference
 from hdet_scale.kernels.sgd import sgd_reference
 from hdet_scale.optim import fused
-from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD, effective_lr, write_lr
+from hdet_scale.optim.fused_adamw import FusedAdamW, FusedLion, FusedSGD, effective_lr, write_lr
 
 SIZES = [0, 1, 17, 1023, 1024, 1025]
 LR, RHO = 3e-3, 1.07

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hdet_scale.kernels import average
-from hdet_scale.kernels.average import QUANTUM, Pieces
+from hdet_scale.kernels import pieces
 from hdet_scale.kernels.interpreter import interpreted
+from hdet_scale.kernels.pieces import QUANTUM, Pieces
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 17, 1023, 1024, 1025]
@@ -114,7 +114,7 @@ def test_a_raised_flag_keeps_every_tensor() -> None:
 
 def scaled(dtype: torch.dtype, shift: int) -> torch.Tensor:
     bucket = torch.randn(2100, generator=torch.Generator().manual_seed(3)).to(dtype)[shift:]
-    average.scale(bucket, torch.tensor([0.3]))
+    pieces.scale(bucket, torch.tensor([0.3]))
     return bucket
 
 
@@ -139,9 +139,9 @@ def packed(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     x[: numel // 3] = 0
     error = torch.zeros(numel)
     codes = torch.empty(numel, dtype=torch.int8)
-    scales = torch.empty(average.packed_blocks(numel))
+    scales = torch.empty(pieces.packed_blocks(numel))
     for _ in range(2):
-        average.pack(x, error, codes, scales)
+        pieces.pack(x, error, codes, scales)
     return [x, codes, scales, error]
 
 
@@ -165,8 +165,8 @@ def test_what_is_sent_and_what_is_kept_are_the_value() -> None:
     sent = torch.zeros(1000, dtype=torch.float64)
     out = torch.empty(1000)
     for rounds in range(1, 21):
-        average.pack(x, error, codes, scales)
-        average.unpack(codes[None], scales[None], torch.ones(1), out)
+        pieces.pack(x, error, codes, scales)
+        pieces.unpack(codes[None], scales[None], torch.ones(1), out)
         sent += out.double()
         limit = scales.repeat_interleave(QUANTUM)[:1000] * 0.5001
         assert (error.abs() <= limit).all()
@@ -180,10 +180,10 @@ def test_what_is_sent_and_what_is_kept_are_the_value() -> None:
 def unpacked(replicas: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(-127, 128, (replicas, numel), generator=generator).to(torch.int8)
-    scales = torch.rand(replicas, average.packed_blocks(numel), generator=generator)
+    scales = torch.rand(replicas, pieces.packed_blocks(numel), generator=generator)
     weights = torch.rand(replicas, generator=generator)
     out = torch.empty(numel, dtype=dtype)
-    average.unpack(codes, scales, weights, out)
+    pieces.unpack(codes, scales, weights, out)
     return out
 
 
@@ -204,7 +204,7 @@ def test_unpack_is_the_weighted_sum() -> None:
     codes = torch.tensor([[1, -2, 3], [10, 20, -30]], dtype=torch.int8)
     scales, weights = torch.tensor([[0.5], [0.25]]), torch.tensor([0.75, 0.25])
     out = torch.empty(3)
-    average.unpack(codes, scales, weights, out)
+    pieces.unpack(codes, scales, weights, out)
     assert torch.equal(out, torch.tensor([1.0, 0.5, -0.75]))
 
 
@@ -218,14 +218,14 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="one bucket for each device"):
         Pieces([torch.zeros(4, device="meta")]).gather(torch.zeros(4))
     with pytest.raises(ValueError, match="float32"):
-        average.pack(
+        pieces.pack(
             torch.zeros(4), torch.zeros(4).half(), torch.zeros(4, dtype=torch.int8), torch.zeros(1)
         )
     with pytest.raises(ValueError, match="codes and scales"):
-        average.pack(
+        pieces.pack(
             torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.int8), torch.zeros(2)
         )
     with pytest.raises(ValueError, match="replicas"):
-        average.unpack(
+        pieces.unpack(
             torch.zeros(4, dtype=torch.int8), torch.zeros(1), torch.ones(1), torch.zeros(4)
         )

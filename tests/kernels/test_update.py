@@ -15,7 +15,7 @@ from hdet_scale.kernels.interpreter import interpreted
 from hdet_scale.kernels.lion import lion_reference
 from hdet_scale.kernels.sgd import sgd_reference
 from hdet_scale.kernels.table import Combination, combinations
-from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD
+from hdet_scale.optim.fused_adamw import FusedAdamW, FusedLion, FusedSGD
 
 STEPS = 100
 SEED = 11
