@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 
-from hdet_scale.kernels import pieces, table
+from hdet_scale.kernels import table
 from hdet_scale.kernels.adamw import adamw_kernel
 from hdet_scale.kernels.advance import advance_kernel
+from hdet_scale.kernels.bucket_scale import scale_kernel
+from hdet_scale.kernels.int8_format import QUANTUM
 from hdet_scale.kernels.launch import (
     NUM_WARPS,
     block_size,
@@ -40,7 +42,10 @@ from hdet_scale.kernels.launch import (
     triton,
 )
 from hdet_scale.kernels.lion import lion_kernel
+from hdet_scale.kernels.pack import pack_kernel
+from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
 from hdet_scale.kernels.sgd import sgd_kernel
+from hdet_scale.kernels.unpack import unpack_kernel
 
 WIDE = 16
 """Bytes of a 128-bit access."""
@@ -143,8 +148,8 @@ def _copy_cases() -> Iterator[Case]:
         for bucket in dtypes:
             constants = {"T": tl_dtype(tensor), "B": tl_dtype(bucket)}
             for name, function, flag in (
-                ("gather", pieces.gather_kernel, "flag"),
-                ("scatter", pieces.scatter_kernel, "skip"),
+                ("gather", gather_kernel, "flag"),
+                ("scatter", scatter_kernel, "skip"),
             ):
                 ends = (_size(tensor), _size(bucket))
                 reads, writes = ends if name == "gather" else ends[::-1]
@@ -165,7 +170,7 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="scale",
             variant=f"bucket {short}",
-            function=pieces.scale_kernel,
+            function=scale_kernel,
             signature={"bucket": f"*{short}", "factor": "*fp32", "numel": "i64"},
             constants={"B": tl_dtype(dtype), "ALIGNED": True},
             reads=size,
@@ -175,9 +180,9 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="pack",
             variant=f"x {short}",
-            function=pieces.pack_kernel,
+            function=pack_kernel,
             signature={"x": f"*{short}", "error": "*fp32", **packed, "numel": "i64"},
-            constants={"Q": pieces.QUANTUM, "ALIGNED": True},
+            constants={"Q": QUANTUM, "ALIGNED": True},
             reads=size + 4,
             writes=4,
             narrow=1,
@@ -185,7 +190,7 @@ def _bucket_cases() -> Iterator[Case]:
         yield Case(
             kernel="unpack",
             variant=f"out {short}",
-            function=pieces.unpack_kernel,
+            function=unpack_kernel,
             signature={
                 **packed,
                 "weights": "*fp32",
@@ -193,7 +198,7 @@ def _bucket_cases() -> Iterator[Case]:
                 **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
                 "numel": "i64",
             },
-            constants={"B": tl_dtype(dtype), "Q": pieces.QUANTUM, "ALIGNED": True},
+            constants={"B": tl_dtype(dtype), "Q": QUANTUM, "ALIGNED": True},
             reads=0,
             writes=size,
             narrow=1,
