@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdet_scale.optim.shards import is_dense
+
 DIRECT_BYTES = 2**20
 """From here a span is worth a collective of its own: copying it twice would cost more."""
 
@@ -190,20 +192,6 @@ def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
     storage = tensor.untyped_storage()
     where = id(tensor) if tensor.is_meta else storage.data_ptr()
     return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset()), flat
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whatever order (channels-last)."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _describe(tensor: Tensor) -> str:

@@ -4,7 +4,6 @@ Listed once and checked at every step by identity alone, since building the list
 host time of a step.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,31 +13,9 @@ from typing import Any
 import torch
 
 from hdet_scale.kernels.table import Combination
+from hdet_scale.optim.shards import check_placements, local_shard
 
 Group = dict[str, Any]
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard that this rank holds of a DTensor; any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def shard_offset(param: torch.Tensor) -> int:
-    """The index in the whole parameter of this rank's first element: what makes the rounding of an
-    element the same however dimension 0 is sharded."""
-    if not hasattr(param, "to_local"):
-        return 0
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(param, DTensor):
-        return 0
-    _, starts = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    inner = [math.prod(param.shape[d + 1 :]) for d in range(param.dim())]
-    return sum(start * size for start, size in zip(starts, inner, strict=True))
 
 
 @dataclass(slots=True)
@@ -128,11 +105,7 @@ def matching(grads: list[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
     """Local gradients in the memory order of their parameters, copied only where it differs."""
     if batch.sharded:
         for param, grad in zip(batch.params, grads, strict=True):
-            if getattr(grad, "placements", None) != getattr(param, "placements", None):
-                raise ValueError(
-                    f"a parameter is placed {getattr(param, 'placements', None)} and its gradient "
-                    f"{getattr(grad, 'placements', None)}: redistribute the gradient to match"
-                )
+            check_placements(param, grad)
         grads = [local_shard(grad) for grad in grads]
     if batch.contiguous and all(map(torch.Tensor.is_contiguous, grads)):
         return grads

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from hdet_scale.converge.buckets import is_dense
-from hdet_scale.factors import check_multiplier
 from hdet_scale.kernels import scalars
 from hdet_scale.kernels.advance import CORRECTIONS, advance
 from hdet_scale.kernels.launch import check_device, constant, device_block_size
@@ -30,11 +28,11 @@ from hdet_scale.optim.batches import (
     Group,
     check_one_device,
     fit,
-    local_shard,
     matching,
-    shard_offset,
     unfit_grads,
 )
+from hdet_scale.optim.rates import check_multiplier
+from hdet_scale.optim.shards import is_dense, is_sharded, local_shard, shard_offset
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -364,7 +362,7 @@ class FusedOptimizer(Optimizer):
             combinations=chosen,
             keys=[tensor_key(int(group["seed"]), position[id(p)]) for p in params],
             fresh=fresh,
-            sharded=any(hasattr(p, "to_local") for p in params),
+            sharded=any(map(is_sharded, params)),
             contiguous=all(shard.is_contiguous() for shard in shards),
             plain=plain,
         )

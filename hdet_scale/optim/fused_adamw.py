@@ -23,7 +23,6 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
-from hdet_scale.factors import effective_lr, write_lr
 from hdet_scale.kernels import scalars
 from hdet_scale.kernels.adamw import adamw, adamw_reference
 from hdet_scale.kernels.lion import lion, lion_foreach, lion_reference
@@ -31,6 +30,7 @@ from hdet_scale.kernels.sgd import sgd, sgd_reference
 from hdet_scale.kernels.table import Combination
 from hdet_scale.optim.batches import Batch, Group
 from hdet_scale.optim.fused import FusedOptimizer, Number
+from hdet_scale.optim.rates import effective_lr, write_lr
 
 __all__ = ["FusedAdamW", "FusedLion", "FusedSGD", "effective_lr", "write_lr"]
 
