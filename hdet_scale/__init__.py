@@ -14,7 +14,9 @@ from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 
 if TYPE_CHECKING:
-    from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD
+    from hdet_scale.optim.fused_adamw import FusedAdamW
+    from hdet_scale.optim.fused_lion import FusedLion
+    from hdet_scale.optim.fused_sgd import FusedSGD
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("FusedAdamW", "FusedLion", "FusedSGD"):
+    if name.startswith("Fused"):
         from hdet_scale import optim
 
         return getattr(optim, name)

@@ -135,7 +135,7 @@ def _collective(backend: str) -> Finding:
 
 
 def _kernels() -> Finding:
-    from hdet_scale.kernels import inspect, launch
+    from hdet_scale.kernels import cases, launch, machine_code
 
     try:
         launch.require_triton()
@@ -145,8 +145,8 @@ def _kernels() -> Finding:
         todo = "unset TRITON_INTERPRET, unless you debug a kernel"
         return Finding("kernels", BAD if torch.cuda.is_available() else OK, "interpreted", todo)
     try:
-        target = next(iter(inspect.TARGETS))
-        inspect.compile_case(inspect.cases()[0], target)
+        target = next(iter(machine_code.TARGETS))
+        machine_code.compile_case(cases.cases()[0], target)
     except Exception as error:
         todo = "Triton cannot compile: clear ~/.triton/cache, or pip install -U triton"
         return Finding("kernels", BAD, f"{type(error).__name__}: {error}".splitlines()[0], todo)

@@ -30,7 +30,7 @@ except ModuleNotFoundError:
             return value
 
         @staticmethod
-        def jit(function: Callable[..., Any]) -> "_Unlaunchable":
+        def jit(function: Callable[..., Any], repr: object = None) -> "_Unlaunchable":
             return _Unlaunchable(function)
 
     class _Unlaunchable:
@@ -62,9 +62,14 @@ __all__ = [
 ]
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` with a type: what makes a kernel of a function."""
-    return triton.jit(function)
+def jit(function: Callable[..., Any], *, name: Callable[[Any], str] | None = None) -> Any:
+    """`triton.jit` with a type: what makes a kernel of a function.
+
+    Args:
+        function: The kernel's body.
+        name: Names a compiled variant from its specialization; None is the function's name.
+    """
+    return triton.jit(function, repr=name)
 
 
 ELEMENTS_PER_THREAD = 8

@@ -1,4 +1,4 @@
-"""Lion (evolved sign momentum) with the replica's learning rate inside: one launch.
+"""Lion (evolved sign momentum) with the replica's learning rate inside.
 
 With base LR eta and the replica's multiplier rho, in fp32 whatever the storage:
 
@@ -7,134 +7,37 @@ With base LR eta and the replica's multiplier rho, in fp32 whatever the storage:
     p <- p - eta rho sgn(beta1 m + (1 - beta1) g)
     m <- beta2 m + (1 - beta2) g
 
-Each array is read once and written once: 20 bytes a parameter for fp32. Nothing is written when
-found_inf is set.
+20 bytes a parameter for fp32.
 """
 
 from typing import Any
 
 import torch
 
-from hdet_scale.kernels import scalars, table
-from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
-from hdet_scale.kernels.rounding import stochastic_round, store_rounded, words_at
-from hdet_scale.kernels.steps import CORRECTIONS, arrays, grad_factor, locate
+from hdet_scale.kernels import scalars
+from hdet_scale.kernels.launch import jit, tl
+from hdet_scale.kernels.rounding import write_reference
+from hdet_scale.kernels.update import Update
 
-_COLUMNS = tl.constexpr(table.COLUMNS)
-_NUMEL = tl.constexpr(table.NUMEL)
-_GROUP = tl.constexpr(table.GROUP)
-_KEY = tl.constexpr(table.KEY)
-_OFFSET = tl.constexpr(table.OFFSET)
-_WIDTH = tl.constexpr(scalars.WIDTH + 2)
-_LR = tl.constexpr(scalars.LR)
-_MULTIPLIER = tl.constexpr(scalars.MULTIPLIER)
 _DECAY = tl.constexpr(scalars.DECAY)
-_FIRST_RATE = tl.constexpr(scalars.FIRST_RATE)
-_SECOND_RATE = tl.constexpr(scalars.SECOND_RATE)
-_CORRECTIONS = tl.constexpr(CORRECTIONS)
+_FIRST_RATE = tl.constexpr(scalars.OWN)
+_SECOND_RATE = tl.constexpr(scalars.OWN + 1)
+
+
+def lion_scalars(betas: tuple[float, float]) -> list[float]:
+    """What the rule reads of a group beside LR and weight decay, in the order of the columns."""
+    return [1 - betas[0], 1 - betas[1]]
 
 
 @jit
-def _update(  # type: ignore[no-untyped-def]
-    row,
-    group,
-    correction,
-    factor,
-    start,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    i = tl.arange(0, BLOCK)
-    mask = None
-    if not VECTOR:
-        mask = i < tl.load(row + _NUMEL) - start
-    p_at, g_at, m_at, _, w_at = arrays(row, start, P, M, VECTOR)
-    if MASTER:
-        p = tl.load(w_at + i, mask=mask)
-    else:
-        p = tl.load(p_at + i, mask=mask).to(tl.float32)
-    g = tl.load(g_at + i, mask=mask).to(tl.float32) * factor
-    m = tl.load(m_at + i, mask=mask).to(tl.float32)
-
-    lr = tl.load(group + _LR) * tl.load(group + _MULTIPLIER)
+def lion_rule(p, g, m, v, lr, group, correction, MOMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     p = p - lr * tl.load(group + _DECAY) * p
     direction = m + tl.load(group + _FIRST_RATE) * (g - m)
     # A direction that is not a number must reach p, as it does through torch.sign.
     sign = tl.where(direction > 0.0, 1.0, tl.where(direction < 0.0, -1.0, direction))
     p = p - lr * sign
     m = m + tl.load(group + _SECOND_RATE) * (g - m)
-
-    words = 0
-    if STOCHASTIC:
-        step = tl.load(correction).to(tl.int32)
-        words = words_at(tl.load(row + _KEY), step, tl.load(row + _OFFSET) + start, i)
-    store_rounded(m_at + i, m, mask, words, M, 1, STOCHASTIC)
-    store_rounded(p_at + i, p, mask, words, P, 0, STOCHASTIC)
-    if MASTER:
-        tl.store(w_at + i, p, mask=mask)
-
-
-@jit
-def lion_kernel(  # type: ignore[no-untyped-def]
-    tensors,
-    chunks,
-    groups,
-    corrections,
-    found_inf,
-    grad_scale,
-    clip,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(found_inf) == 0.0:
-        index, start, vector = locate(tensors, chunks, BLOCK)
-        row = tensors + index * _COLUMNS
-        group = groups + tl.load(row + _GROUP) * _WIDTH
-        at = corrections + index * _CORRECTIONS
-        factor = grad_factor(group, grad_scale, clip)
-        if vector:
-            _update(row, group, at, factor, start, P, M, MASTER, STOCHASTIC, BLOCK, True)
-        else:
-            _update(row, group, at, factor, start, P, M, MASTER, STOCHASTIC, BLOCK, False)
-
-
-def lion(
-    tensors: table.TensorTable,
-    combination: table.Combination,
-    groups: torch.Tensor,
-    corrections: torch.Tensor,
-    found_inf: torch.Tensor,
-    grad_scale: torch.Tensor,
-    clip: torch.Tensor,
-) -> None:
-    """Update every tensor of one dtype combination in one launch."""
-    if combination.moment is None:
-        raise ValueError("Lion has a moment: moment=None is valid for SGD alone")
-    chunks = tensors.chunks[combination]
-    launch(
-        lion_kernel,
-        chunks.shape[0],
-        tensors.device,
-        tensors.tensors,
-        chunks,
-        groups,
-        corrections,
-        found_inf,
-        grad_scale,
-        clip,
-        P=tl_dtype(combination.param),
-        M=tl_dtype(combination.moment),
-        MASTER=combination.master,
-        STOCHASTIC=combination.stochastic,
-        BLOCK=tensors.block,
-    )
+    return p, m, v
 
 
 def lion_reference(
@@ -162,12 +65,7 @@ def lion_reference(
     p = p - rate * weight_decay * p
     p = p - rate * torch.sign(torch.lerp(m, g, 1 - betas[0]))
     m = torch.lerp(m, g, 1 - betas[1])
-    for slot, (target, value) in enumerate([(param, p), (exp_avg, m)]):
-        if key is not None:
-            value = stochastic_round(
-                value, target.dtype, key=key, step=step, offset=offset, slot=slot
-            )
-        target.copy_(value)
+    write_reference([(param, p), (exp_avg, m)], key=key, step=step, offset=offset)
     if master is not None:
         master.copy_(p)
 
@@ -191,3 +89,12 @@ def lion_foreach(
         torch._foreach_add_(directions, torch._foreach_mul(params, lr * weight_decay))
     torch._foreach_sub_(params, directions)
     torch._foreach_lerp_(exp_avgs, grads, 1 - betas[1])
+
+
+LION = Update(
+    name="lion",
+    rule=lion_rule,
+    reference=lion_reference,
+    options=("betas", "weight_decay", "maximize"),
+    moments=("exp_avg",),
+)

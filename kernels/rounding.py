@@ -1,59 +1,18 @@
 """Stochastic rounding from fp32 to bf16 or fp16: up with the probability that makes it unbiased.
 
 A value x between its two neighbours a < x < b becomes b with probability (x - a) / (b - a), so
-that E[round(x)] = x and an update far below the spacing of the format is not lost on average.
-
-The random word of an element is a hash of (seed, step, parameter index, element index within the
-parameter): it does not depend on the table, the block size, the bucket or the shard that the
-element happens to be in, and no global generator is touched. The hash is two rounds of a 32-bit
-finaliser (multiply, xor-shift) keyed per tensor and step, and one more round for each array of the
-element: about thirty integer instructions, below what the memory traffic hides, where ten rounds
-of a counter-based generator would be about a hundred.
+that E[round(x)] = x and an update far below the spacing of the format is not lost on average. The
+random word that decides is a hash of the element's place (`random_words.py`).
 """
+
+from collections.abc import Sequence
 
 import torch
 
 from hdet_scale.kernels.launch import interpreting, jit, tl
+from hdet_scale.kernels.random_words import WORD, random_words
 
-_WORD = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9
 _INTERPRETED = tl.constexpr(interpreting())
-
-
-def _mix_int(x: int) -> int:
-    x ^= x >> 16
-    x = (x * 0x85EBCA6B) & _WORD
-    x ^= x >> 13
-    x = (x * 0xC2B2AE35) & _WORD
-    return x ^ (x >> 16)
-
-
-def tensor_key(seed: int, index: int) -> int:
-    """The 63-bit key of parameter `index`: what the table carries of seed and index."""
-    low, high = _mix_int(seed & _WORD), _mix_int((seed >> 32 ^ _GOLDEN) & _WORD)
-    low = _mix_int((low + index * _GOLDEN) & _WORD)
-    high = _mix_int(high ^ _mix_int((index + low) & _WORD))
-    return (high & 0x7FFFFFFF) << 32 | low
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """`_mix_int` on an int64 tensor of 32-bit words; products wrap, and the mask repairs them."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & _WORD
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & _WORD
-    return x ^ (x >> 16)
-
-
-def random_words(numel: int, *, key: int, step: int, offset: int, slot: int) -> torch.Tensor:
-    """The 32-bit words (in int64) of elements offset .. offset + numel; a slot is an array."""
-    at_step = _mix_int(step & _WORD)
-    low_key = _mix_int((key & _WORD) ^ at_step)
-    high_key = _mix_int(((key >> 32) + at_step) & _WORD)
-    index = torch.arange(offset, offset + numel, dtype=torch.int64)
-    low, high = index & _WORD, index >> 32
-    words = _mix(_mix((low + low_key) & _WORD) ^ ((high * _GOLDEN + high_key) & _WORD))
-    return _mix((words + slot * _GOLDEN) & _WORD)
 
 
 def stochastic_round(
@@ -67,8 +26,8 @@ def stochastic_round(
     words = random_words(x.numel(), key=key, step=step, offset=offset, slot=slot)
     words = words.view(x.shape).to(x.device)
     dropped = 0xFFFF if dtype == torch.bfloat16 else 0x1FFF
-    bits = x.contiguous().view(torch.int32).to(torch.int64) & _WORD
-    moved = ((bits + (words & dropped)) & (_WORD ^ dropped)).to(torch.int32).view(torch.float32)
+    bits = x.contiguous().view(torch.int32).to(torch.int64) & WORD
+    moved = ((bits + (words & dropped)) & (WORD ^ dropped)).to(torch.int32).view(torch.float32)
     if dtype == torch.float16:
         moved = torch.where(x.abs() < 2.0**-14, _round_subnormal(x, words), moved)
     return torch.where(torch.isfinite(x), moved, x).to(dtype)
@@ -80,6 +39,25 @@ def _round_subnormal(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     below = torch.floor(count)
     up = (count - below) > (words >> 8).to(torch.float32) * 2.0**-24
     return (below + up.to(torch.float32)) * 2.0**-24
+
+
+def write_reference(
+    arrays: Sequence[tuple[torch.Tensor, torch.Tensor]], *, key: int | None, step: int, offset: int
+) -> None:
+    """Write fp32 values into a tensor's arrays, as `store_rounded` does in the kernel.
+
+    Args:
+        arrays: (array, value) of the parameter, then of its moments; an array's place is its slot.
+        key: Seeds the stochastic rounding of the arrays that are 16 bits wide; None: to nearest.
+        step: The count of this step, from 1.
+        offset: Index, within the whole parameter, of the first element.
+    """
+    for slot, (target, value) in enumerate(arrays):
+        if key is not None:
+            value = stochastic_round(
+                value, target.dtype, key=key, step=step, offset=offset, slot=slot
+            )
+        target.copy_(value)
 
 
 @jit

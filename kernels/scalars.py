@@ -11,59 +11,60 @@ from collections.abc import Sequence
 
 import torch
 
-LR, MULTIPLIER, DECAY, SIGN = range(4)
-WIDTH = 10
-# AdamW and Lion
-FIRST_BETA, FIRST_RATE, SECOND_BETA, SECOND_RATE, EPS = range(4, 9)
-# SGD
-MOMENTUM, DAMPENING, NESTEROV = range(4, 7)
+LR, MULTIPLIER, DECAY, SIGN, LOG_BETA1, LOG_BETA2, OWN = range(7)
+"""Columns that every optimizer has. From `OWN` on they are the optimizer's: the kernel's file
+names them."""
+ROW_WIDTH = 12
+"""Columns of a row."""
 
 Number = float | torch.Tensor
 
 
-def betas_row(
+def scalar_row(
     lr: Number,
     multiplier: Number,
     decay: float,
     maximize: bool,
-    betas: tuple[float, float],
-    eps: float = 0.0,
+    own: Sequence[float],
+    corrected: Sequence[float] = (0.0, 0.0),
 ) -> list[Number]:
-    """A row for AdamW (`eps`) or Lion."""
-    first, second = betas
+    """The row of one param group.
+
+    Args:
+        lr: The shared base LR.
+        multiplier: This replica's factor of it.
+        decay: The weight decay.
+        maximize: Whether the step goes up the gradient.
+        own: What the optimizer's rule reads from column `OWN` on; ROW_WIDTH - OWN at most.
+        corrected: beta1 and beta2 of the moments whose bias is corrected; 0 for no correction.
+
+    Raises:
+        ValueError: There are more numbers in `own` than a row has room for.
+    """
+    if len(own) > ROW_WIDTH - OWN:
+        raise ValueError(
+            f"{len(own)} numbers of the optimizer's own: a row has room for {ROW_WIDTH - OWN}. "
+            "Raise scalars.ROW_WIDTH."
+        )
     sign = -1.0 if maximize else 1.0
-    return [lr, multiplier, decay, sign, first, 1 - first, second, 1 - second, eps, 0.0]
+    row: list[Number] = [lr, multiplier, decay, sign, *map(_log, corrected), *own]
+    return row + [0.0] * (ROW_WIDTH - len(row))
 
 
-def sgd_row(
-    lr: Number,
-    multiplier: Number,
-    decay: float,
-    maximize: bool,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-) -> list[Number]:
-    """A row for SGD."""
-    sign = -1.0 if maximize else 1.0
-    row: list[Number] = [lr, multiplier, decay, sign, momentum, dampening, float(nesterov)]
-    return row + [0.0] * (WIDTH - len(row))
-
-
-def log_betas(betas: Sequence[float]) -> list[float]:
+def _log(beta: float) -> float:
     """ln(beta) in double precision; -inf for 0, whose correction 1 - 0^t is 1."""
-    return [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 class ScalarTable:
-    """[groups, WIDTH + 2] fp32 on the device: the rows above, then ln(beta1) and ln(beta2).
+    """[groups, ROW_WIDTH] fp32 on the device: the rows above.
 
     `write` copies only when a number changed. An entry that is a tensor (a capturable LR) is
     copied on the device at every step, inside a captured graph too.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
-        self.values = torch.zeros(groups, WIDTH + 2, dtype=torch.float32, device=device)
+        self.values = torch.zeros(groups, ROW_WIDTH, dtype=torch.float32, device=device)
         self._written: list[list[float]] = []
 
     def write(self, rows: Sequence[Sequence[Number]]) -> bool:

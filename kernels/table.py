@@ -64,7 +64,7 @@ class Row:
     group: int
     """The row of the scalar table."""
     key: int
-    """Seeds the stochastic rounding of this tensor (`rounding.tensor_key`)."""
+    """Seeds the stochastic rounding of this tensor (`random_words.tensor_key`)."""
     offset: int
     """Index, within the whole parameter, of the first element of this shard."""
     combination: Combination

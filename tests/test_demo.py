@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hdet_scale import demo
-from hdet_scale.demo import HDET, PLAIN, DemoSettings, Progress, DemoRun
+from hdet_scale.demo import HDET, PLAIN, DemoRun, DemoSettings, Progress
 from hdet_scale.method.records import RoundRecord
 from hdet_scale.runs.log import read
 from hdet_scale.train.workers import Send

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks.speed.shapes import gpt2_small
-from hdet_scale.optim.optimizers import FusedAdamW
+from hdet_scale.optim.fused_adamw import FusedAdamW
 
 LIMITS = {"step vs torch fused": 1.05, "step vs torch foreach": 0.2, "host vs torch fused": 1.0}
 

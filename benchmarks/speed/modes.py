@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_scale import OneCycleAutoLR, fsdp
-from hdet_scale import ConvergePolicy
+from hdet_scale import ConvergePolicy, OneCycleAutoLR, fsdp
 from hdet_scale.models.gpt import GPT, GPTConfig
 from hdet_scale.phases.exploring import Exploring
 from hdet_scale.topology import local

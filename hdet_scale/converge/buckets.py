@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hdet_scale.optim.shards import is_dense
 from hdet_scale.topology import Replicas
 
 DIRECT_BYTES = 2**20
@@ -229,20 +230,6 @@ def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
     storage = tensor.untyped_storage()
     where = id(tensor) if tensor.is_meta else storage.data_ptr()
     return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset()), flat
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whatever order (channels-last)."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _describe(tensor: Tensor) -> str:

@@ -3,8 +3,9 @@
     y = theta - point + residual
     s = max |y| of a run / 127,  q = round(y / s),  residual <- y - s q
 
-On a GPU one kernel packs and one forms the mean (`hdet_scale.kernels.average`). On a CPU the same
-arithmetic runs block by block in the cache, and gives the bits that the kernels' references give.
+On a GPU one kernel packs and one forms the mean (`pack` and `unpack` of `hdet_scale.kernels`). On a
+CPU the same arithmetic runs block by block in the cache, and gives the bits that the kernels'
+references give.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ from torch import Tensor
 
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.kernels.choice import on_kernels
+from hdet_scale.kernels.int8_format import FAINT, QUANTUM
 
-QUANTUM = 256
-"""Elements that share a scale, as in `hdet_scale.kernels.average`."""
 CACHED = 2**18
 """Elements of a block: few enough for its second read to come out of the cache, and enough to
 outweigh what starting an operation costs. Whole runs."""
-FAINT = 1e-30
-"""A scale below this says nothing that a parameter could show, and its inverse may overflow: the
-run is sent as zeros and stays in the residual."""
 
 
 def message_bytes(numel: int) -> int:
@@ -47,9 +44,9 @@ class Codec:
             return
         codes, scales = (row[0] for row in _opened(message[None], flat.numel()))
         if on_kernels(flat):
-            from hdet_scale.kernels import average
+            from hdet_scale.kernels.pack import pack
 
-            average.pack(flat.sub_(memory.point), memory.residual, codes, scales)
+            pack(flat.sub_(memory.point), memory.residual, codes, scales)
             return
         blocks = _tables([flat, memory.point, memory.residual, codes], scales)
         for x, point, residual, code, s in blocks:
@@ -71,9 +68,9 @@ class Codec:
             return
         codes, scales = _opened(messages, out.numel())
         if on_kernels(out):
-            from hdet_scale.kernels import average
+            from hdet_scale.kernels.unpack import unpack
 
-            average.unpack(codes, scales, _on_device(tuple(weights), out.device), out)
+            unpack(codes, scales, _on_device(tuple(weights), out.device), out)
             if base is not None:
                 out.add_(base)
             return

@@ -16,7 +16,7 @@ from torch import Tensor
 from hdet_scale.kernels.choice import on_kernels
 
 if TYPE_CHECKING:
-    from hdet_scale.kernels.average import Pieces
+    from hdet_scale.kernels.pieces import Pieces
 
 CHECKED = 2**18
 """Elements that are copied and then summed: few enough for the sum to read the cache."""
@@ -67,7 +67,7 @@ class StagedBucket:
         if not (exact and on_kernels(flat)):
             return None
         if self._pieces is None:
-            from hdet_scale.kernels.average import Pieces
+            from hdet_scale.kernels.pieces import Pieces
 
             self._pieces = Pieces(self.views)
         return self._pieces

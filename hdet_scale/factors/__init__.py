@@ -69,8 +69,8 @@ from hdet_scale.factors.attributes import (
 from hdet_scale.factors.learning_rate import LearningRate, learning_rates
 from hdet_scale.factors.options import GroupOption, beta, weight_decay
 from hdet_scale.factors.pair import Pair
-from hdet_scale.factors.rates import check_multiplier, effective_lr, write_lr
 from hdet_scale.factors.space import SPACES, Bounds, Factor, Space, check_factors
+from hdet_scale.optim.rates import check_multiplier, effective_lr, write_lr
 
 __all__ = [
     "SPACES",

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_scale.factors.rates import effective_lr, write_lr
 from hdet_scale.factors.space import Space
+from hdet_scale.optim.rates import effective_lr, write_lr
 
 
 class LearningRate:

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet_scale.factors.pair import Pair, one_number
-from hdet_scale.factors.rates import _put
 from hdet_scale.factors.space import Bounds
+from hdet_scale.optim.rates import put
 
 
 class GroupOption(Pair):
@@ -64,7 +64,7 @@ class GroupOption(Pair):
     def _store(self, value: float) -> None:
         group = self.optimizer.param_groups[self.index]
         if self.position is None:
-            _put(group, self.option, value)
+            put(group, self.option, value)
             return
         held = group[self.option]
         if isinstance(held[self.position], Tensor):

@@ -4,7 +4,6 @@ Listed once and checked at every step by identity alone, since building the list
 host time of a step.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,31 +13,9 @@ from typing import Any
 import torch
 
 from hdet_scale.kernels.table import Combination
+from hdet_scale.optim.shards import check_placements, is_dense, local_shard
 
 Group = dict[str, Any]
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard that this rank holds of a DTensor; any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def shard_offset(param: torch.Tensor) -> int:
-    """The index in the whole parameter of this rank's first element: what makes the rounding of an
-    element the same however dimension 0 is sharded."""
-    if not hasattr(param, "to_local"):
-        return 0
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(param, DTensor):
-        return 0
-    _, starts = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    inner = [math.prod(param.shape[d + 1 :]) for d in range(param.dim())]
-    return sum(start * size for start, size in zip(starts, inner, strict=True))
 
 
 @dataclass(slots=True)
@@ -47,7 +24,6 @@ class Batch:
     it is most of the host time of a step."""
 
     group: Group
-    index: int
     params: list[torch.Tensor]
     """As the model has them; `locals` are the shards that are stepped."""
     locals: list[torch.Tensor]
@@ -69,6 +45,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
+        """Where its shards are: all on one device."""
         return self.locals[0].device
 
     def holds(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
@@ -92,12 +69,69 @@ class Batch:
 
 
 def check_one_device(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors of one group that are on several devices."""
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
         raise ValueError(
             f"a param group has tensors on {devices}: one launch works on one device. "
             "Make a group for each device."
         )
+
+
+def check_param(param: torch.Tensor, shard: torch.Tensor) -> None:
+    """Refuse a parameter that no step can update, given with its local shard.
+
+    Raises:
+        TypeError: It is not of a real floating point dtype.
+        ValueError: Its elements do not fill one run of memory.
+    """
+    if not param.is_floating_point():
+        raise TypeError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}: valid are real "
+            "floating point dtypes. View a complex parameter as real (torch.view_as_real)."
+        )
+    if not is_dense(shard):
+        raise ValueError(
+            f"a parameter of shape {tuple(shard.shape)} has strides {shard.stride()}, with "
+            "gaps between its elements: make it contiguous before the optimizer sees it"
+        )
+
+
+def create_state(
+    entry: dict[str, Any],
+    param: torch.Tensor,
+    combination: Combination,
+    names: tuple[str, ...],
+    *,
+    counted: bool,
+) -> bool:
+    """Create what is missing in a parameter's state.
+
+    Args:
+        entry: The state, filled in place.
+        param: The parameter.
+        combination: Its dtypes.
+        names: Of the moments that its group keeps.
+        counted: Whether the state needs a step count.
+
+    Returns:
+        True if a moment was missing.
+    """
+    new = [name for name in names if entry.get(name) is None]
+    if counted and "step" not in entry:
+        # A torch state without a count but with a momentum has taken its first step.
+        taken = 0.0 if new or not names else 1.0
+        entry["step"] = torch.full((), taken, dtype=torch.float32, device=local_shard(param).device)
+    for name in new:
+        entry[name] = torch.zeros_like(param, dtype=combination.moment).detach()
+    if combination.master and "master" not in entry:
+        entry["master"] = master_of(param)
+    return bool(new)
+
+
+def master_of(param: torch.Tensor) -> torch.Tensor:
+    """The fp32 copy that a 16-bit parameter is rounded from."""
+    return param.detach().to(torch.float32, copy=True)
 
 
 def fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
@@ -109,6 +143,7 @@ def fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
 
 
 def unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
+    """The error for the first gradient that does not `fit`."""
     for param, grad in zip(params, grads, strict=True):
         where = f"the gradient of a parameter of shape {tuple(param.shape)}"
         if grad.layout is not torch.strided:
@@ -128,11 +163,7 @@ def matching(grads: list[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
     """Local gradients in the memory order of their parameters, copied only where it differs."""
     if batch.sharded:
         for param, grad in zip(batch.params, grads, strict=True):
-            if getattr(grad, "placements", None) != getattr(param, "placements", None):
-                raise ValueError(
-                    f"a parameter is placed {getattr(param, 'placements', None)} and its gradient "
-                    f"{getattr(grad, 'placements', None)}: redistribute the gradient to match"
-                )
+            check_placements(param, grad)
         grads = [local_shard(grad) for grad in grads]
     if batch.contiguous and all(map(torch.Tensor.is_contiguous, grads)):
         return grads

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet_scale import fsdp
 from hdet_scale.config import HDETConfig
 from hdet_scale.models.gpt import GPT, Block
-from hdet_scale.optim.optimizers import FusedAdamW
+from hdet_scale.optim.fused_adamw import FusedAdamW
 from hdet_scale.schedulers import AutoLR, ReplayLR
 from hdet_scale.topology import Replicas
 from hdet_scale.train.saving import CheckpointInfo, writing

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from hdet_scale import Replicas
-from hdet_scale.converge.int8 import CACHED, QUANTUM, Codec, message_bytes
+from hdet_scale.converge.int8 import CACHED, Codec, message_bytes
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.converge.staging import StagedBucket
-from hdet_scale.kernels import average
 from hdet_scale.kernels.choice import on_kernels
+from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
 from hdet_scale.kernels.interpreter import interpreted
+from hdet_scale.kernels.pack import pack_reference
 from tests.support.fleet import Fleet
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,8 +66,8 @@ def test_int8_messages_are_those_of_the_kernels(numel: int) -> None:
 def test_int8_messages_are_those_of_the_reference() -> None:
     flat, point, residual = draw(3, 1000, seed=1)
     error, codes = residual.clone(), torch.empty(1000, dtype=torch.int8)
-    scales = torch.empty(average.packed_blocks(1000))
-    average.pack_reference(flat - point, error, codes, scales)
+    scales = torch.empty(packed_blocks(1000))
+    pack_reference(flat - point, error, codes, scales)
     message = torch.empty(message_bytes(1000), dtype=torch.uint8)
     Codec().pack(flat, Memory(point, residual), message)
     assert torch.equal(message[:1000].view(torch.int8), codes)

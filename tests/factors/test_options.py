@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdet_scale.factors.options import GroupOption, beta, weight_decay
-from hdet_scale.optim.optimizers import FusedAdamW
+from hdet_scale.optim.fused_adamw import FusedAdamW
 
 
 def adamw(**options: Any) -> torch.optim.AdamW:

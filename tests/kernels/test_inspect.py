@@ -5,16 +5,14 @@ spill, a 128-bit access or a second pass over memory fails here.
 """
 
 import dataclasses
-import subprocess
-import sys
-import textwrap
 from collections import defaultdict
 
 import pytest
-import torch
 
-from hdet_scale.kernels import inspect
-from hdet_scale.kernels.inspect import TARGETS, Report
+from hdet_scale.kernels import inspect, machine_code
+from hdet_scale.kernels.cases import Case, cases
+from hdet_scale.kernels.inspect import Report
+from hdet_scale.kernels.machine_code import TARGETS
 from hdet_scale.kernels.table import combinations
 
 KERNELS = {"adamw", "sgd", "lion", "gather", "scatter", "scale", "pack", "unpack", "advance"}
@@ -28,7 +26,7 @@ def found() -> list[Report]:
 @pytest.mark.timeout(900)
 def test_every_kernel_and_dtype_combination_on_every_target(found: list[Report]) -> None:
     places = {(r.kernel, r.variant, r.target) for r in found}
-    assert len(places) == len(found) == len(inspect.cases()) * len(TARGETS)
+    assert len(places) == len(found) == len(cases()) * len(TARGETS)
     assert {r.kernel for r in found} == KERNELS
     count = {k: len({r.variant for r in found if r.kernel == k}) for k in KERNELS}
     assert count["adamw"] == count["lion"] == len(combinations())
@@ -70,12 +68,12 @@ def test_bytes_a_parameter(found: list[Report], kernel: str, variant: str, expec
     for r in chosen:
         assert r.bytes_per_parameter == expected
         assert max(r.load_widths) == max(r.store_widths) == 128
-        bandwidth = TARGETS[r.target][4]
+        bandwidth = TARGETS[r.target].bandwidth
         assert r.seconds_7b == pytest.approx(expected * 7e9 / bandwidth)
 
 
-def case(kernel: str, variant: str) -> inspect.Case:
-    return next(c for c in inspect.cases() if (c.kernel, c.variant) == (kernel, variant))
+def case(kernel: str, variant: str) -> Case:
+    return next(c for c in cases() if (c.kernel, c.variant) == (kernel, variant))
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -107,7 +105,7 @@ def test_the_check_finds_spills() -> None:
         .vgpr_count:     250
         .vgpr_spill_count: 16
     """
-    assert inspect._amd_resources(text) == (250, 80)
+    assert machine_code._amd_resources(text) == (250, 80)
     assert inspect._faults(case("scale", "bucket fp32"), 80, 4, 4) == ["80 spills"]
 
 
@@ -120,55 +118,3 @@ def test_the_command_prints_the_table_and_exits_with_the_verdict(
         assert word in printed
     assert inspect.main(["--kernel", "scale", "--target", "sm_90", "--jobs", "1", "--json"]) == 0
     assert '"bytes_per_parameter": 8.0' in capsys.readouterr().out
-
-
-def test_without_triton_the_references_work_and_the_kernels_name_the_extra() -> None:
-    program = """
-        import sys
-        sys.modules["triton"] = None  # import triton raises ModuleNotFoundError
-        import torch
-        from hdet_scale.kernels import average, inspect
-        from hdet_scale.optim.optimizers import FusedAdamW, FusedLion, FusedSGD
-        for make in (FusedAdamW, FusedSGD, FusedLion):
-            p = torch.nn.Parameter(torch.ones(8))
-            optimizer = make([p], lr=0.1)
-            p.grad = torch.ones(8)
-            optimizer.step()
-            assert p[0] < 1
-        bucket = torch.empty(8)
-        assert int(average.Pieces([torch.ones(8)]).gather(bucket)) == 0
-        try:
-            FusedAdamW([p], backend="triton").step()
-        except ModuleNotFoundError as error:
-            print(error)
-        try:
-            next(inspect.reports(jobs=1))
-        except ModuleNotFoundError as error:
-            print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("pip install hdet_scale[triton]") == 2
-
-
-def test_an_interpreted_process_refuses_to_inspect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
-        inspect.compile_case(case("scale", "bucket fp32"), "sm_90")
-
-
-def test_block_sizes_and_dtypes_by_rule() -> None:
-    from hdet_scale.kernels.launch import block_size, check_device, tl_dtype
-
-    assert (block_size(32), block_size(64)) == (1024, 2048)
-    with pytest.raises(ValueError, match="warp_size=16"):
-        block_size(16)
-    with pytest.raises(ValueError, match="float64"):
-        tl_dtype(torch.float64)
-    with pytest.raises(ValueError, match="backend='torch'"):
-        check_device(torch.device("cpu"))

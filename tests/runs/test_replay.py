@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet_scale import cli
 from hdet_scale.config import HDETConfig
-from hdet_scale.optim.optimizers import FusedAdamW
+from hdet_scale.optim.fused_adamw import FusedAdamW
 from hdet_scale.runs import replay
 from hdet_scale.runs.log import RunLog, read
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR, ReplayLR

@@ -1,0 +1,281 @@
+"""Tensors copied into a flat bucket and back, one launch for each dtype.
+
+    gather    bucket[o:o+n] <- cast(scale * tensor), and a flag if any element is not finite
+    scatter   tensor <- cast(scale * bucket[o:o+n]), unless a flag says to skip
+
+Scale and flag are device scalars: nothing here waits for the device. The finite check looks at
+what was cast, so that a value that is finite in fp32 and overflows in fp16 is found too. Where no
+kernel runs, the torch references at the end of the file do.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from hdet_scale.kernels.choice import on_kernels
+from hdet_scale.kernels.launch import constant, device_block_size, jit, launch, tl, tl_dtype
+from hdet_scale.kernels.rounding import nearest
+from hdet_scale.kernels.table import chunk_table
+
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@jit
+def _ends(row, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of a tensor and of its place in the bucket, at element `start`."""
+    t_at = tl.load(row).to(tl.pointer_type(T))
+    b_at = tl.load(row + 2).to(tl.pointer_type(B))
+    if VECTOR:
+        t_at = tl.multiple_of(t_at, 16)
+        b_at = tl.multiple_of(b_at, 16)
+    return t_at + start, b_at + start
+
+
+@jit
+def _gather_block(  # type: ignore[no-untyped-def]
+    row,
+    start,
+    flag,
+    scale,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    mask = None
+    inside = i >= 0
+    if not VECTOR:
+        mask = i < tl.load(row + 1) - start
+        inside = mask
+    t_at, b_at = _ends(row, start, T, B, VECTOR)
+    y = nearest(tl.load(t_at + i, mask=mask).to(tl.float32) * scale, B)
+    tl.store(b_at + i, y, mask=mask)
+    # Every writer writes 1, so that the order does not matter; a finite bucket writes nothing.
+    broken = (tl.abs(y.to(tl.float32)) <= _LARGEST) == 0
+    tl.store(flag + i * 0, 1, mask=broken & inside)
+
+
+@jit
+def gather_kernel(  # type: ignore[no-untyped-def]
+    pieces, chunks, flag, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+):
+    chunk = chunks + tl.program_id(0) * 2
+    row = pieces + tl.load(chunk) * 3
+    packed = tl.load(chunk + 1)
+    start = (packed // 2).to(tl.int64) * BLOCK
+    factor = tl.load(scale)
+    if packed % 2 != 0:
+        _gather_block(row, start, flag, factor, T, B, BLOCK, True)
+    else:
+        _gather_block(row, start, flag, factor, T, B, BLOCK, False)
+
+
+@jit
+def _scatter_block(  # type: ignore[no-untyped-def]
+    row,
+    start,
+    scale,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    mask = None
+    if not VECTOR:
+        mask = i < tl.load(row + 1) - start
+    t_at, b_at = _ends(row, start, T, B, VECTOR)
+    x = tl.load(b_at + i, mask=mask).to(tl.float32) * scale
+    tl.store(t_at + i, nearest(x, T), mask=mask)
+
+
+@jit
+def scatter_kernel(  # type: ignore[no-untyped-def]
+    pieces, chunks, skip, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+):
+    if tl.load(skip) == 0:
+        chunk = chunks + tl.program_id(0) * 2
+        row = pieces + tl.load(chunk) * 3
+        packed = tl.load(chunk + 1)
+        start = (packed // 2).to(tl.int64) * BLOCK
+        factor = tl.load(scale)
+        if packed % 2 != 0:
+            _scatter_block(row, start, factor, T, B, BLOCK, True)
+        else:
+            _scatter_block(row, start, factor, T, B, BLOCK, False)
+
+
+class Pieces:
+    """Tensors and their places in a flat bucket.
+
+    The table of addresses is kept on the device and rebuilt only when one of them changes.
+
+    Args:
+        tensors: Contiguous tensors on one device. They may have several dtypes: one launch for
+            each.
+        offsets: The index in the bucket of each tensor's first element. Without it the tensors
+            follow one another (default: None).
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], offsets: Sequence[int] | None = None
+    ) -> None:
+        self.tensors = [flat_view(t, position) for position, t in enumerate(tensors)]
+        ends = [0]
+        for tensor in self.tensors:
+            ends.append(ends[-1] + tensor.numel())
+        self.offsets = list(offsets) if offsets is not None else ends[:-1]
+        if len(self.offsets) != len(self.tensors):
+            raise ValueError(
+                f"{len(self.offsets)} offsets for {len(self.tensors)} tensors: give one for each"
+            )
+        pairs = zip(self.offsets, self.tensors, strict=True)
+        self.numel = max([o + t.numel() for o, t in pairs], default=0)
+        self._seen: list[int] = []
+        self._rows = torch.empty(0)
+        self._chunks: dict[torch.dtype, torch.Tensor] = {}
+
+    def gather(
+        self,
+        bucket: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        flag: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fill the bucket with the tensors.
+
+        Args:
+            bucket: Flat, contiguous, at least `numel` elements long.
+            scale: A device scalar that multiplies every element (default: None, which is 1).
+            flag: An int32 tensor [1] to raise; it is only ever raised, so that one can serve
+                several buckets (default: None, a new one).
+
+        Returns:
+            The flag: 1 if an element that was written is not finite.
+        """
+        self._check(bucket)
+        if flag is None:
+            flag = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        if not on_kernels(bucket):
+            gather_reference(self.tensors, self.offsets, bucket, flag, scale)
+            return flag
+        self._launch(gather_kernel, bucket, flag, scale)
+        return flag
+
+    def scatter(
+        self,
+        bucket: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """Copy the bucket back into the tensors.
+
+        Args:
+            bucket: What `gather` has filled.
+            scale: A device scalar that multiplies every element (default: None, which is 1).
+            skip: An int32 tensor [1]; other than 0, every tensor is left as it is (default: None).
+        """
+        self._check(bucket)
+        if not on_kernels(bucket):
+            scatter_reference(self.tensors, self.offsets, bucket, scale, skip)
+            return
+        if skip is None:
+            skip = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        self._launch(scatter_kernel, bucket, skip, scale)
+
+    def _check(self, bucket: torch.Tensor) -> None:
+        if bucket.dim() != 1 or not bucket.is_contiguous() or bucket.numel() < self.numel:
+            raise ValueError(
+                f"bucket of shape {tuple(bucket.shape)}, contiguous={bucket.is_contiguous()}: it "
+                f"must be flat, contiguous and hold at least {self.numel} elements"
+            )
+        strangers = {str(t.device) for t in self.tensors if t.device != bucket.device}
+        if strangers:
+            raise ValueError(
+                f"tensors on {sorted(strangers)} and a bucket on {bucket.device}: "
+                "make one bucket for each device"
+            )
+
+    def _launch(
+        self, kernel: object, bucket: torch.Tensor, flag: torch.Tensor, scale: torch.Tensor | None
+    ) -> None:
+        block = device_block_size(bucket.device)
+        self._refresh(bucket, block)
+        factor = constant(1.0, bucket.device) if scale is None else scale
+        for dtype, chunks in self._chunks.items():
+            launch(
+                kernel,
+                chunks.shape[0],
+                bucket.device,
+                self._rows,
+                chunks,
+                flag,
+                factor,
+                T=tl_dtype(dtype),
+                B=tl_dtype(bucket.dtype),
+                BLOCK=block,
+            )
+
+    def _refresh(self, bucket: torch.Tensor, block: int) -> None:
+        now = [bucket.data_ptr(), bucket.element_size(), *(t.data_ptr() for t in self.tensors)]
+        if now == self._seen:
+            return
+        pairs = list(zip(self.tensors, self.offsets, strict=True))
+        rows = [[t.data_ptr(), t.numel(), now[0] + offset * now[1]] for t, offset in pairs]
+        self._rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(bucket.device)
+        self._chunks = {}
+        for dtype in dict.fromkeys(t.dtype for t in self.tensors):
+            sizes = [
+                (i, t.numel(), (t.data_ptr() | (now[0] + o * now[1])) % 16 == 0)
+                for i, (t, o) in enumerate(pairs)
+                if t.dtype == dtype
+            ]
+            self._chunks[dtype] = chunk_table(sizes, block).to(bucket.device)
+        self._seen = now
+
+
+def flat_view(tensor: torch.Tensor, position: int) -> torch.Tensor:
+    """A contiguous tensor seen as one dimension; `position` names it in the error."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"tensor {position} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is "
+            "not contiguous: its elements have no flat order. Pass a contiguous tensor."
+        )
+    return tensor.detach().view(-1)
+
+
+def gather_reference(
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    bucket: torch.Tensor,
+    flag: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """`Pieces.gather` in torch. Several passes: a CPU bucket stays in its cache between them."""
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        piece = bucket[offset : offset + tensor.numel()]
+        if scale is None:
+            piece.copy_(tensor)
+        elif tensor.dtype == piece.dtype == torch.float32:
+            torch.mul(tensor, scale, out=piece)
+        else:
+            piece.copy_(tensor.float() * scale)
+        # A sum is finite only if its terms are, and needs no array of booleans. It may overflow
+        # where they are finite: then, and only then, look at each of them.
+        if not torch.isfinite(piece.sum(dtype=torch.float32)) and not piece.isfinite().all():
+            flag.fill_(1)
+
+
+def scatter_reference(
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    bucket: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """`Pieces.scatter` in torch."""
+    if skip is not None and bool(skip):
+        return
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        piece = bucket[offset : offset + tensor.numel()]
+        tensor.copy_(piece if scale is None else piece.float() * scale)
