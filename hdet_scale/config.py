@@ -206,17 +206,24 @@ def with_authors_names(
         options: keys of HDETConfig.
         enable_auto_lr: the authors' name for rule="paper".
         given: the authors' other names, each with its value or default.
+
+    Raises:
+        TypeError: for an option that is no key of HDETConfig.
+        ValueError: for a value that is not valid, or that contradicts `config`.
     """
+    for key in options:
+        if key not in HDETConfig.__dataclass_fields__:
+            raise TypeError(f"unexpected keyword argument {key!r}{_answer(HDETConfig, key)}")
     named = {AUTHORS[name][0]: v for name, v in given.items() if v != AUTHORS[name][1]}
     named |= {"rule": "paper"} if enable_auto_lr else {}
     if config is None:
         defaults = dict(AUTHORS.values())
         whole = {**defaults, "rule": "none", **named, **options}
-        return read(HDETConfig, whole, "OneCycleAutoLR's options")
+        return HDETConfig(**whole)
     for key, value in {**named, **options}.items():
-        if getattr(config, key, None) != value:
+        if getattr(config, key) != value:
             raise ValueError(
-                f"{key}={value!r} beside config=, which says {key}={getattr(config, key, None)!r}: "
+                f"{key}={value!r} beside config=, which says {key}={getattr(config, key)!r}: "
                 "write it in the HDETConfig alone"
             )
     return config
@@ -242,10 +249,15 @@ def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     valid = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in valid:
-            near = difflib.get_close_matches(str(key), valid, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {key!r} in {where}{hint} Valid keys: {sorted(valid)}")
+            raise ValueError(f"unknown key {key!r} in {where}{_answer(kind, key)}")
     return kind(**values)
+
+
+def _answer(kind: type, key: object) -> str:
+    """The rest of an error about a key that is not a field: the nearest, and all of them."""
+    valid = sorted(f.name for f in dataclasses.fields(kind))
+    near = difflib.get_close_matches(str(key), valid, n=1)
+    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Valid keys: {valid}"
 
 
 def _read_nested(config: object, name: str, kind: type) -> None:
