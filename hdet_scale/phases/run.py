@@ -237,9 +237,9 @@ class Phase:
         self.run = run
 
     @property
-    def team(self) -> int:
-        """Replicas that share gradients with each other."""
-        return self.run.replicas.size if self.run.config.gradients == "shared" else 1
+    def team(self) -> int | None:
+        """Replicas that share gradients with each other; None where all do."""
+        return None if self.run.config.gradients == "shared" else 1
 
     @property
     def equal(self) -> bool:
