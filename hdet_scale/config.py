@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hdet_scale.converge.checks import check_choice, check_int, check_type, read, read_nested
+from hdet_scale.converge.checks import (
+    check_choice,
+    check_int,
+    check_type,
+    near_keys,
+    read,
+    read_nested,
+)
 from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.method.paper import PaperRule
 from hdet_scale.method.spread import check_spread
@@ -164,17 +171,24 @@ def with_authors_names(
         options: keys of HDETConfig.
         enable_auto_lr: the authors' name for rule="paper".
         given: the authors' other names, each with its value or default.
+
+    Raises:
+        TypeError: for an option that is no key of HDETConfig.
+        ValueError: for a value that is not valid, or that contradicts `config`.
     """
+    for key in options:
+        if key not in HDETConfig.__dataclass_fields__:
+            raise TypeError(f"unexpected keyword argument {key!r}{near_keys(HDETConfig, key)}")
     named = {AUTHORS[name][0]: v for name, v in given.items() if v != AUTHORS[name][1]}
     named |= {"rule": "paper"} if enable_auto_lr else {}
     if config is None:
         defaults = dict(AUTHORS.values())
         whole = {**defaults, "rule": "none", **named, **options}
-        return read(HDETConfig, whole, "OneCycleAutoLR's options")
+        return HDETConfig(**whole)
     for key, value in {**named, **options}.items():
-        if getattr(config, key, None) != value:
+        if getattr(config, key) != value:
             raise ValueError(
-                f"{key}={value!r} beside config=, which says {key}={getattr(config, key, None)!r}: "
+                f"{key}={value!r} beside config=, which says {key}={getattr(config, key)!r}: "
                 "write it in the HDETConfig alone"
             )
     return config

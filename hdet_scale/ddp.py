@@ -30,9 +30,9 @@ class DDPEngine(Engine):
 
     separable = True
 
-    def share_within(self, size: int, bucket_bytes: int) -> None:
+    def share_within(self, size: int | None, bucket_bytes: int) -> None:
         super().share_within(size, bucket_bytes)
-        if size < self.replicas.size:
+        if size is not None:
             self._undo += [keep_gradients_local(module) for module in wrapped_in(self.model)]
 
     @contextlib.contextmanager

@@ -84,7 +84,7 @@ def _shared(rank: int, size: int, average: bool) -> list[tuple[list[Tensor], lis
 
 
 @pytest.mark.parametrize("auto_lr", [False, True])
-def test_replicas_come_apart_in_the_round_and_agree_after_it(fleet: Fleet, auto_lr: bool) -> None:
+def test_replicas_diverge_in_the_round_and_are_equal_after_it(fleet: Fleet, auto_lr: bool) -> None:
     runs = fleet.run(_shared, auto_lr)
     for step in range(S):
         went_in = [run[step][0] for run in runs]
@@ -99,7 +99,7 @@ def test_replicas_come_apart_in_the_round_and_agree_after_it(fleet: Fleet, auto_
         assert all(ulps(p, e) <= 1 for p, e in zip(came_out[0], exact, strict=True))
 
 
-def _wide_apart(rank: int, size: int) -> list[Tensor]:
+def _update_over_rate(rank: int, size: int) -> list[Tensor]:
     """Gradients are shared: after one step the replicas differ by their learning rate alone."""
     model = toy(rank)
     start = parameters(model)
@@ -111,7 +111,7 @@ def _wide_apart(rank: int, size: int) -> list[Tensor]:
 
 
 def test_the_gradient_is_shared(quartet: Fleet) -> None:
-    steps = quartet.run(_wide_apart)
+    steps = quartet.run(_update_over_rate)
     for other in steps[1:]:
         for a, b in zip(steps[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-5)  # fp32 subtraction over lr ~ 8e-3
@@ -195,21 +195,21 @@ def _local(rank: int, size: int, kind: str, averaged: bool | None) -> dict[str, 
     scheduler = _one_cycle(optimizer, model=model, gradients="local", converge=policy)
     losses = [float(learn(model, optimizer, 0, rank))]
     scheduler.step(losses[0])
-    apart = parameters(model)
+    diverged = parameters(model)
     for step in range(1, T):
         loss = learn(model, optimizer, step, rank)
         before = parameters(model) + buffers(model), moments(optimizer)
         scheduler.step(loss)
     after = parameters(model) + buffers(model), moments(optimizer)
-    return {"apart": apart, "before": before, "after": after}
+    return {"diverged": diverged, "before": before, "after": after}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_local_gradients_agree_after_the_round(fleet: Fleet, kind: str) -> None:
+def test_local_gradients_leave_replicas_equal_after_the_round(fleet: Fleet, kind: str) -> None:
     runs = fleet.run(_local, kind, None)
     n = fleet.size
     if n > 1:
-        assert not same(*(run["apart"] for run in runs))
+        assert not same(*(run["diverged"] for run in runs))
         assert not same(*(run["before"][1] for run in runs))
     for what in (0, 1):  # parameters and buffers; moments
         assert same(*(run["after"][what] for run in runs))
@@ -238,7 +238,7 @@ def _shared_moments(rank: int, size: int, kind: str) -> tuple[list[Tensor], list
         loss = learn(model, optimizer, step, rank)
         before = moments(optimizer)
         scheduler.step(loss)
-    return before, moments(optimizer), scheduler._round.average_moments
+    return before, moments(optimizer), scheduler.present_phase.averaging.average_moments  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["l2", "adam l2"])
@@ -338,7 +338,7 @@ def _finish(rank: int, size: int, gradients: str, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 @pytest.mark.parametrize("steps", [T - 1, T, T + 2])
-def test_finalize_makes_the_replicas_agree(fleet: Fleet, gradients: str, steps: int) -> None:
+def test_finalize_makes_the_replicas_equal(fleet: Fleet, gradients: str, steps: int) -> None:
     runs = fleet.run(_finish, gradients, steps)
     if fleet.size > 1:
         assert same(*(run["before"] for run in runs)) == (steps % T == 0)
@@ -349,7 +349,7 @@ def test_finalize_makes_the_replicas_agree(fleet: Fleet, gradients: str, steps: 
     for run in runs:
         assert run["boundary"] or fleet.size == 1
         assert same(run["after"], run["again"])
-        assert run["counts"] == {}  # they agree already
+        assert run["counts"] == {}  # they are equal already
 
 
 # -- the user's random numbers ----------------------------------------------------------------
@@ -417,7 +417,7 @@ def _steered(rank: int, size: int, losses: list[Any], spoil: int | None) -> dict
 
 
 def _story(runs: list[dict[str, Any]]) -> list[Any]:
-    """What the rounds did, after the check that all ranks tell the same, seconds apart."""
+    """What the rounds did, after the check that all ranks report the same, except for seconds."""
 
     def tell(record: Any) -> tuple[str, ...]:
         names = ("round", "step", "losses", "values", "bases", "velocities", "quarantined")
@@ -607,7 +607,9 @@ def _around(rank: int, size: int) -> tuple[list[Any], list[Tensor]]:
     model = toy(rank)
     optimizer = _sgd(model.parameters())
     scheduler = AutoLR(
-        CosineAnnealingLR(optimizer, S), HDETConfig(spread=0.4, interval=T), model=model
+        CosineAnnealingLR(optimizer, S),
+        HDETConfig(rule="paper", spread=0.4, interval=T),
+        model=model,
     )
     rates = []
     for step in range(2 * T):
@@ -616,7 +618,7 @@ def _around(rank: int, size: int) -> tuple[list[Any], list[Tensor]]:
     return rates, parameters(model)
 
 
-def test_auto_lr_explores_and_agrees(fleet: Fleet) -> None:
+def test_auto_lr_explores_and_converges(fleet: Fleet) -> None:
     runs = fleet.run(_around)
     assert same(*(p for _, p in runs))
     n = fleet.size
@@ -629,7 +631,7 @@ def test_auto_lr_explores_and_agrees(fleet: Fleet) -> None:
 
 
 def _fused(rank: int, size: int, mode: str) -> tuple[bool, float, bool]:
-    """A fused optimizer keeps the base in "lr"; replicas come apart and agree as with torch's."""
+    """A fused optimizer keeps the base in "lr"; replicas diverge and converge as with torch's."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 5).bfloat16() if mode == "master" else torch.nn.Linear(6, 5)
     options = {"master_weights": True} if mode == "master" else {}
@@ -670,4 +672,4 @@ def test_fused_optimizers_take_base_and_multiplier(trio: Fleet, mode: str) -> No
     results = trio.run(_fused, mode)
     assert all(base for base, _, _ in results)
     assert sorted(rho for _, rho, _ in results) == pytest.approx([0.8, 1.0, 1.2])
-    assert all(agree for _, _, agree in results)
+    assert all(equal for _, _, equal in results)

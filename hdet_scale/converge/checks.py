@@ -30,10 +30,15 @@ def read(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     valid = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in valid:
-            near = difflib.get_close_matches(str(key), valid, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {key!r} in {where}{hint} Valid keys: {sorted(valid)}")
+            raise ValueError(f"unknown key {key!r} in {where}{near_keys(kind, key)}")
     return kind(**values)
+
+
+def near_keys(kind: type, key: object) -> str:
+    """The rest of an error about a key that is not a field: the nearest, and all of them."""
+    valid = sorted(f.name for f in dataclasses.fields(kind))
+    near = difflib.get_close_matches(str(key), valid, n=1)
+    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Valid keys: {valid}"
 
 
 def read_nested(config: object, name: str, kind: type) -> None:

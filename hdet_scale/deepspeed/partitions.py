@@ -11,7 +11,7 @@ read them. Shared gradients are averaged after DeepSpeed has reduced them within
 before it takes the norm; where DeepSpeed has already read a gradient (offload), `gradients_changed`
 makes it read again.
 
-DeepSpeed has no public name for most of this. `partitions_of` checks that every attribute is
+DeepSpeed has no public name for most of this. `engine_of` checks that every attribute is
 there, so that another version fails at once and with words.
 """
 
@@ -75,9 +75,9 @@ class ZeroEngine(Engine):
     def refresh(self) -> None:
         """The forward reads the fp32 parameters themselves."""
 
-    def share_within(self, size: int, bucket_bytes: int) -> None:
+    def share_within(self, size: int | None, bucket_bytes: int) -> None:
         """DeepSpeed's engine asks `sharers` at each step and takes the mean itself."""
-        self._team = min(size, self.replicas.size)
+        self._set_team(size)
 
     def gradients(self) -> list[Tensor]:
         """The gradients as DeepSpeed's step will read them, reduced within the replica."""

@@ -135,19 +135,24 @@ class Engine:
     separable = False
     """Whether this engine can keep gradients from crossing replicas, which a search needs."""
 
-    def share_within(self, size: int, bucket_bytes: int) -> None:
+    def share_within(self, size: int | None, bucket_bytes: int) -> None:
         """Average gradients over teams of `size` consecutive replicas from the next backward on.
 
         Args:
-            size: 1 for local gradients, the number of replicas for shared ones.
+            size: None for the gradients of all replicas, as the engine shares them by itself; 1
+                for local gradients, which also stops what it sends where there is one replica.
             bucket_bytes: cap of a staging bucket where the mean is taken here.
         """
         self.stop_sharing()
-        self._team = min(size, self.replicas.size)
-        if 1 < self._team < self.replicas.size:
+        self._set_team(size)
+        if size is not None and self._team > 1:
             # The engine has no collective of a team: the mean is taken behind the backward.
             undo = average_after_backward(self.stepped(), lambda: self.sharers, bucket_bytes)
             self._undo.append(undo)
+
+    def _set_team(self, size: int | None) -> None:
+        """What `sharers` answers from now on."""
+        self._team = self.replicas.size if size is None else min(size, self.replicas.size)
 
     def stop_sharing(self) -> None:
         """Undo `share_within`."""

@@ -40,9 +40,9 @@ class FSDPEngine(Engine):
         """HSDP: a mesh of two dimensions, whose replicas fully_shard itself keeps equal."""
         self.separable = not self.native
 
-    def share_within(self, size: int, bucket_bytes: int) -> None:
+    def share_within(self, size: int | None, bucket_bytes: int) -> None:
         self.stop_sharing()
-        self._team = min(size, self.replicas.size)
+        self._set_team(size)
         if self.native or self._team == 1:
             return
         for module in self.modules:

@@ -240,9 +240,9 @@ class Phase:
         """The phase that follows; None while this one goes on."""
 
     @property
-    def team(self) -> int:
-        """Replicas that share gradients with each other."""
-        return self.run.replicas.size if self.run.config.gradients == "shared" else 1
+    def team(self) -> int | None:
+        """Replicas that share gradients with each other; None where all do."""
+        return None if self.run.config.gradients == "shared" else 1
 
     @property
     def equal(self) -> bool:
