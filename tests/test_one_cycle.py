@@ -444,26 +444,3 @@ def test_the_authors_defaults_are_plain_training() -> None:
     assert ours.phase == "plain"
     assert (ours.config.rule, ours.config.spread, ours.config.interval) == ("none", 0.0, 1000)
     assert ours.config.warmup_steps == 100000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rule": "paper"}, r"rule='paper' beside config=, which says rule='auto'"),
-        ({"enable_auto_lr": True}, r"rule='paper' beside config=, which says rule='auto'"),
-        ({"ensemble_lr_spread_ratio": 0.2}, r"spread=0\.2 beside config="),
-        ({"seed": 4}, r"seed=4 beside config=, which says seed=0"),
-        ({"sede": 4}, r"sede=4 beside config="),
-    ],
-)
-def test_what_contradicts_a_config_is_refused(arguments: dict[str, Any], message: str) -> None:
-    optimizer = make()
-    before = dict(optimizer.param_groups[0])
-    with pytest.raises(ValueError, match=message):
-        OneCycleAutoLR(optimizer, 0.3, total_steps=90, config=HDETConfig(), **arguments)
-    assert optimizer.param_groups[0] == before
-
-
-def test_an_unknown_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown key 'intervall' .* did you mean 'interval'\?"):
-        OneCycleAutoLR(make(), 0.3, total_steps=90, intervall=5)
