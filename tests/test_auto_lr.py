@@ -67,12 +67,22 @@ def values(optimizer: Optimizer) -> list[Any]:
     ]
 
 
+PLAIN = {
+    "no spread": HDETConfig(rule="paper", spread=0, interval=4),
+    "too short for a search": HDETConfig(rule="auto", total_steps=60, interval=4),
+}
+
+
+@pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_spread_zero_is_the_scheduler(name: str, kind: type) -> None:
+def test_without_a_spread_or_a_search_it_is_the_scheduler(
+    name: str, kind: type, config: HDETConfig
+) -> None:
     one, other = make(kind), make(kind)
     plain = SCHEDULERS[name](one)
-    ours = AutoLR(SCHEDULERS[name](other), HDETConfig(spread=0, interval=4))
+    ours = AutoLR(SCHEDULERS[name](other), config)
+    assert ours.phase == "plain"
     for _ in range(30):
         assert values(other) == values(one)
         assert ours.get_last_lr() == plain.get_last_lr()
@@ -93,7 +103,7 @@ def test_the_product_with_the_multiplier(name: str, rank: int) -> None:
     rho = multipliers(3, 0.3)[rank]
     ours = AutoLR(
         SCHEDULERS[name](other),
-        HDETConfig(spread=0.3, interval=1000),
+        HDETConfig(rule="paper", spread=0.3, interval=1000),
         replicas=Replicas(rank=rank, size=3),
     )
     for _ in range(30):
@@ -109,7 +119,7 @@ def test_the_product_with_the_multiplier(name: str, rank: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_state_continues(name: str, optimizer_first: bool) -> None:
-    config = HDETConfig(spread=0.3, interval=4, seed=3)
+    config = HDETConfig(rule="paper", spread=0.3, interval=4, seed=3)
     one = make()
     ours = AutoLR(SCHEDULERS[name](one), config)
     for _ in range(11):
@@ -138,9 +148,9 @@ def test_state_continues(name: str, optimizer_first: bool) -> None:
 
 def test_the_rule_moves_a_scale_on_the_schedule() -> None:
     one = make()
-    ours = AutoLR(SCHEDULERS["cosine"](one), HDETConfig(spread=0.3, interval=4))
-    ours._round.steering.taken_over = True
-    ours._round.steering.scales = [2.0, 0.5]
+    ours = AutoLR(SCHEDULERS["cosine"](one), HDETConfig(rule="paper", spread=0.3, interval=4))
+    ours._run.steering.taken_over = True
+    ours._run.steering.scales = [2.0, 0.5]
     plain = SCHEDULERS["cosine"](make())
     for _ in range(3):
         work(one)
@@ -156,7 +166,7 @@ def test_tensor_lr_stays_the_same_tensor() -> None:
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(2))], lr=lr)
     ours = AutoLR(
         ExponentialLR(optimizer, 0.9),
-        HDETConfig(spread=0.5),
+        HDETConfig(rule="paper", spread=0.5),
         replicas=Replicas(rank=1, size=2),
     )
     expected = torch.tensor(0.1)
@@ -169,16 +179,38 @@ def test_tensor_lr_stays_the_same_tensor() -> None:
 
 
 def test_it_is_an_lr_scheduler() -> None:
-    ours = AutoLR(SCHEDULERS["cosine"](make()))
+    ours = AutoLR(SCHEDULERS["cosine"](make()), HDETConfig(total_steps=60))
     assert isinstance(ours, LRScheduler)
     assert ours.get_lr() == ours.get_last_lr()
+
+
+def test_the_default_is_a_search_and_must_know_the_length_of_the_run() -> None:
+    optimizer = make()
+    inner = SCHEDULERS["cosine"](optimizer)
+    before = values(optimizer)
+    with pytest.raises(ValueError, match=r"rule='auto' .* must know its length: set total_steps"):
+        AutoLR(inner)
+    assert values(optimizer) == before
+    assert AutoLR(inner, HDETConfig(total_steps=5000)).searching
+
+
+def test_a_scheduler_that_knows_its_length_says_it() -> None:
+    ours = AutoLR(OneCycleLR(make(), 0.3, total_steps=5000))
+    assert ours.config.total_steps == 5000
+    assert ours.searching
+    stated = AutoLR(OneCycleLR(make(), 0.3, total_steps=5000), HDETConfig(total_steps=50))
+    assert stated.config.total_steps == 50
+    assert not stated.searching
+
+
+SHORT = HDETConfig(total_steps=60)
 
 
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
         (lambda o: ReduceLROnPlateau(o), "ReduceLROnPlateau follows each rank's own metric"),
-        (lambda o: AutoLR(CosineAnnealingLR(o, 9)), "AutoLR explores already"),
+        (lambda o: AutoLR(CosineAnnealingLR(o, 9), SHORT), "AutoLR explores already"),
         (lambda o: OneCycleAutoLR(o, 0.1, 9), "OneCycleAutoLR explores already"),
         (lambda o: o, r"wraps a torch LRScheduler, got SGD: pass e\.g\."),
     ],
@@ -188,15 +220,14 @@ def test_what_cannot_be_wrapped(inner: Any, message: str) -> None:
     given = inner(optimizer)
     before = values(optimizer)
     with pytest.raises(TypeError, match=message):
-        AutoLR(given)
+        AutoLR(given, SHORT)
     assert values(optimizer) == before
 
 
-@pytest.mark.parametrize("decay", ["floor", "literal"])
-def test_a_decay_to_an_unknown_floor_is_refused(decay: str) -> None:
+def test_a_decay_to_an_unknown_floor_is_refused() -> None:
     optimizer = make()
     scheduler = SCHEDULERS["cosine"](optimizer)
     before = values(optimizer)
-    with pytest.raises(ValueError, match=rf"decay='{decay}' needs.*decay='schedule'"):
-        AutoLR(scheduler, HDETConfig(decay=decay))
+    with pytest.raises(ValueError, match=r"decay='floor' needs.*decay='schedule'"):
+        AutoLR(scheduler, HDETConfig(rule="paper", decay="floor"))
     assert values(optimizer) == before

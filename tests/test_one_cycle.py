@@ -14,7 +14,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_scale import OneCycleAutoLR, Replicas
+from hdet_scale import ConvergePolicy, HDETConfig, OneCycleAutoLR, Replicas
 from hdet_scale.method.spread import assignment, multipliers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -316,7 +316,7 @@ def test_groups_draw_their_own_permutations_each_round() -> None:
                 seed=5,
             )
             state = ours.state_dict()
-            state["hdet"] |= {"round": k, "steps": 0}
+            state["hdet"] |= {"round": k, "round_step": 0}
             ours.load_state_dict(state)
             expected = [b * rho[pi[rank]] for b, pi in zip(ours.get_base_lr(), drawn, strict=True)]
             assert ours.get_last_lr() == expected
@@ -338,7 +338,7 @@ def test_adam_with_beta1_cycles_too() -> None:
         work(optimizer)
         ours.step(1.0)
         betas.append(optimizer.param_groups[0]["betas"][0])
-    assert ours._round.steering.taken_over
+    assert ours._run.steering.taken_over
     assert min(betas) == pytest.approx(0.85, abs=1e-3)
     assert betas[-2] == 0.95  # back up at the last step of the schedule, after the take-over
 
@@ -365,7 +365,7 @@ def test_the_warm_up_is_never_frozen() -> None:
         plain.step()
         ours.step(2.0)
     assert max(bases) == 0.3
-    assert ours._round.steering.taken_over
+    assert ours._run.steering.taken_over
     floor = 0.3 / 25 / 1e4
     assert bases[-1] == pytest.approx(floor, rel=1e-9)
     assert min(bases) >= floor
@@ -404,3 +404,43 @@ def test_detach_takes_the_hook_back() -> None:
     ours.detach()
     assert len(optimizer._optimizer_load_state_dict_post_hooks) == before
     assert optimizer.param_groups[0]["lr"] == lr
+
+
+# -- an HDETConfig in place of the authors' names -----------------------------------------------
+
+
+def test_the_authors_names_and_a_config_say_the_same() -> None:
+    named = OneCycleAutoLR(
+        make(),
+        0.3,
+        total_steps=90,
+        auto_lr_warmup_steps=7,
+        ensemble_lr_spread_ratio=0.2,
+        model_sync_interval=5,
+        enable_auto_lr=True,
+        loss_scale=0.1,
+        lr_of_lr=0.4,
+        momentum_of_lr=0.8,
+        seed=3,
+        converge={"wire": "bf16"},
+    )
+    config = HDETConfig(
+        rule="paper",
+        spread=0.2,
+        interval=5,
+        warmup_steps=7,
+        loss_scale=0.1,
+        step_size=0.4,
+        momentum=0.8,
+        seed=3,
+        converge=ConvergePolicy(wire="bf16"),
+    )
+    assert named.config == config
+    assert OneCycleAutoLR(make(), 0.3, total_steps=90, config=config).config is config
+
+
+def test_the_authors_defaults_are_plain_training() -> None:
+    ours = OneCycleAutoLR(make(), 0.3, total_steps=90)
+    assert ours.phase == "plain"
+    assert (ours.config.rule, ours.config.spread, ours.config.interval) == ("none", 0.0, 1000)
+    assert ours.config.warmup_steps == 100000

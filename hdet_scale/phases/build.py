@@ -87,7 +87,7 @@ class Phases:
         if not searches(run.config, run.replicas, run.total_steps):
             run.verdict = "no search was run: the run is too short"
             return self.after_search()
-        return self._searching(idle=False)
+        return self._searching()
 
     def after_search(self) -> Phase:
         """The phase of a run without a search, or after one that no watch follows."""
@@ -106,27 +106,33 @@ class Phases:
     def check_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Refuse the state of a search that cannot go on, before anything is changed."""
         if self.shape is not None and name == Searching.name:
-            self._searching(idle=True).rule.check_state(state["rule"])
+            self._rule(idle=True).check_state(state["rule"])
 
     def _named(self, name: str) -> Phase:
         if self.shape is not None and name == Searching.name:
-            return self._searching(idle=False)
+            return self._searching()
         if self.shape is not None and name == Watched.name:
             return Watched(self.run, self.shape)
         return self.after_search()
 
-    def _searching(self, *, idle: bool) -> Searching:
+    def _rule(self, *, idle: bool = False) -> RateSearch:
         run = self.run
-        rule = RateSearch(
+        return RateSearch(
             replicas=run.replicas.size,
             total_steps=run.total_steps,
             adaptive=divides_by_the_gradient(run.engine.optimizer),
             idle=idle,
         )
+
+    def _searching(self) -> Searching:
         if self.shape is None:
-            raise RuntimeError(f"rule={run.config.rule!r} has no search")
+            raise RuntimeError(f"rule={self.run.config.rule!r} has no search")
         return Searching(
-            run, rule, schedule=self.shape, position=self.position, after=self.after_search
+            self.run,
+            self._rule(),
+            schedule=self.shape,
+            position=self.position,
+            after=self.after_search,
         )
 
 

@@ -64,6 +64,8 @@ class Searching(Phase):
         self._first = math.nan
         """Held-out loss of the initial weights on this replica's part of the batches."""
         self._orphan = False
+        self._prepared = False
+        """True when the snapshot is taken and the initial weights are evaluated."""
         self._hooks: list[Callable[[], None]] = []
         self._begin_trial()
 
@@ -108,6 +110,7 @@ class Searching(Phase):
         """Take the snapshot before the first forward, which moves BatchNorm's statistics, or at
         least before the first step."""
         self.leave()
+        self._prepared = False
         engine = self.run.engine
         self._hooks = [engine.optimizer.register_step_pre_hook(self._stepping).remove]
         if engine.model is not None:
@@ -122,7 +125,7 @@ class Searching(Phase):
     def before_step(self) -> None:
         """Before the first step of a trial: take the snapshot if that has not happened, and
         evaluate the initial weights once."""
-        if not self._hooks:
+        if self._prepared or not self._hooks:
             return
         groups = self.run.engine.optimizer.param_groups
         if self.snapshot is None and all(float(g["lr"]) == 0.0 for g in groups):
@@ -133,7 +136,7 @@ class Searching(Phase):
             # All replicas have the same weights here: each takes its part of the batches.
             where = self.run.replicas
             self._first = mean_of(self.run.probe(where.rank, where.size))
-        self.leave()
+        self._prepared = True
 
     def take_snapshot(self) -> None:
         """Keep the weights before anything of the search changes them."""
@@ -174,6 +177,8 @@ class Searching(Phase):
         run = self.run
         if run.engine.replicas.group is None:
             run.engine.connect()
+        if self._prepared and self._hooks:
+            self.leave()  # not from within a hook: the optimizer is going through its hooks there
         if self.step == self.trial.steps * 2 // 3:
             self.meter.reset()  # without a probe the end of the decay is what counts
         if loss is not None:
@@ -361,4 +366,5 @@ class Searching(Phase):
         self._first = float(state["first"])
         if state["snapshot"] is not None:
             self.snapshot, self._orphan = Snapshot(self.run.engine, state["snapshot"]), False
+            self._prepared = True
             self.leave()

@@ -85,9 +85,11 @@ class Ledger:
         self.duel = False
         """True where it decides by which of the two rates learns more."""
         self.verdict = ""
-        self._trial = self._next_trial()
+        self._trial: Trial | None = None
         if idle:
             self.skip()
+        else:
+            self._trial = self._next_trial()
 
     @staticmethod
     def least_steps(replicas: int, trial: int) -> int:

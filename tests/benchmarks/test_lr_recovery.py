@@ -37,7 +37,7 @@ from hdet_scale import OneCycleAutoLR
 from hdet_scale.search.decision import Race
 from hdet_scale.search.trials import Level
 from tests.support.fleet import Fleet
-from tests.support.raced import blind
+from tests.support.searched import long_stage
 
 S, START = 600, 0.3
 
@@ -142,7 +142,7 @@ def _real(rank: int, size: int, name: str) -> Any:
 
 
 def _real_in_teams(rank: int, size: int, name: str) -> Any:
-    with blind(parts=2):
+    with long_stage(parts=2):
         return _real(rank, size, name)
 
 
@@ -175,7 +175,7 @@ def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
 
 def test_simulated_teams_are_the_real_ones(quartet: Fleet) -> None:
     """Of a long stage: two replicas that share their gradients are one with twice the batch."""
-    with blind(parts=2):
+    with long_stage(parts=2):
         losses, rule = simulated("logit", 4)
     assert len(losses) == 2 + 4
     check_equal(losses, rule, quartet.run(_real_in_teams, "logit"))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_scale.method.paper import Descent, PaperRule, Steering, floor_decay, literal_decay
+from hdet_scale.method.paper import Descent, PaperRule, PaperSteering, floor_decay
+from hdet_scale.method.spread import assignment, multipliers
 
 EPS = float(np.finfo(np.float64).eps)
 LOSS = st.floats(-20, 20)
@@ -156,29 +157,18 @@ def test_floor_decay_at_or_below_the_floor_stays() -> None:
     assert floor_decay(0.05, 0.1, 5) == 0.0
 
 
-def test_literal_decay_is_the_printed_formula() -> None:
-    assert literal_decay(25.0, 5.0, 8.0) == 1 - math.exp(-math.log(5.0) / 8)
-    assert literal_decay(25.0, 25.0, 8.0) == 0.0
-
-
-def test_literal_decay_that_grows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"div_factor=25.* final_div_factor=.*decay='floor'"):
-        literal_decay(25.0, 1e4, 10)
-
-
 @pytest.mark.parametrize("rounds", [0, -1.5])
 def test_nothing_left_to_decay_over_is_refused(rounds: float) -> None:
-    for call in (lambda: floor_decay(1.0, 0.1, rounds), lambda: literal_decay(2.0, 1.0, rounds)):
-        with pytest.raises(ValueError, match=f"rounds must be above 0, got {rounds}"):
-            call()
+    with pytest.raises(ValueError, match=f"rounds must be above 0, got {rounds}"):
+        floor_decay(1.0, 0.1, rounds)
 
 
 # -- steering ---------------------------------------------------------------------------------
 
 
-def floor_steering(**changes: object) -> Steering:
+def floor_steering(**changes: object) -> PaperSteering:
     settings = {"kind": "floor", "start": 30, "total_steps": 100, "interval": 10, "floors": (0.01,)}
-    return Steering(["lr/group0"], PaperRule, Descent(**(settings | changes)))  # type: ignore[arg-type]
+    return PaperSteering(["lr/group0"], PaperRule, Descent(**(settings | changes)))  # type: ignore[arg-type]
 
 
 def test_the_schedule_is_followed_until_the_start() -> None:
@@ -219,7 +209,7 @@ def test_no_loss_leaves_the_decay_alone() -> None:
 
 
 def test_schedule_decay_follows_the_shape() -> None:
-    steering = Steering(["lr"], PaperRule, Descent(kind="schedule", start=0, interval=10))
+    steering = PaperSteering(["lr"], PaperRule, Descent(kind="schedule", start=0, interval=10))
     steering.update(10, [1.0], [1.0, 2.0], [[0.9, 1.1]])
     (at_one,) = steering.bases([1.0])
     assert at_one == pytest.approx(1.0 - 0.5 * 0.1 * 0.1)
@@ -227,15 +217,17 @@ def test_schedule_decay_follows_the_shape() -> None:
 
 
 def test_without_a_rule_the_schedule_rules() -> None:
-    steering = Steering(["lr"], None, Descent(start=0))
+    steering = PaperSteering(["lr"], None, Descent(start=0))
     steering.update(10, [1.0], [1.0, 2.0], [[0.9, 1.1]])
     assert steering.bases([0.3]) == [0.3]
     assert not steering.taken_over
 
 
-@pytest.mark.parametrize("kind", ["floor", "schedule", "literal"])
-def test_steering_state_continues(kind: str) -> None:
-    one, other = (floor_steering(kind=kind, div_factor=25.0, final_div_factor=5.0) for _ in "ab")
+@pytest.mark.parametrize("kind", ["floor", "schedule"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_steering_state_continues(kind: str, scale: float) -> None:
+    one, other = (floor_steering(kind=kind) for _ in "ab")
+    one.scale = scale
     one.update(30, [0.7], [1.0, 1.001], [[0.6, 0.8]])
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     for steering in (one, other):
@@ -243,9 +235,29 @@ def test_steering_state_continues(kind: str) -> None:
     assert one.bases([0.5]) == other.bases([0.5]) != [0.5]
 
 
+def test_the_scale_of_a_search_multiplies_the_schedule_until_the_rule_takes_over() -> None:
+    steering = floor_steering()
+    steering.scale = 3.0
+    assert steering.bases([0.2]) == [0.2 * 3.0]
+    steering.update(30, [0.2], [2.0, 2.0], [[0.5, 0.7]])
+    assert steering.held is not None
+    gamma = floor_decay(0.2 * 3.0, 0.01, 7)
+    assert steering.held == [0.2 * 3.0 * (1 - gamma)]
+    assert steering.bases([0.1]) == steering.held
+
+
+@pytest.mark.parametrize("round", [0, 1, 7])
+def test_each_factor_draws_its_own_permutation_of_the_multipliers(round: int) -> None:
+    names = ["lr/group0", "lr/group1"]
+    steering = PaperSteering(names, None, Descent(), spread=0.3, seed=5)
+    rho = multipliers(6, 0.3)
+    orders = [assignment(6, seed=5, round=round, factor=name) for name in names]
+    assert steering.fans(6, round) == [[rho[i] for i in order] for order in orders]
+
+
 def test_along_a_falling_schedule_the_rule_moves_the_scale_evenly() -> None:
     """The same evidence moves base / schedule alike, however far the schedule fell."""
-    steering = Steering(["lr"], lambda: PaperRule(0.1, 0.0, 0.5), Descent(kind="schedule"))
+    steering = PaperSteering(["lr"], lambda: PaperRule(0.1, 0.0, 0.5), Descent(kind="schedule"))
     ratios = []
     for k in range(6):
         schedule = [10.0**-k]
@@ -257,7 +269,7 @@ def test_along_a_falling_schedule_the_rule_moves_the_scale_evenly() -> None:
 
 
 def test_along_a_falling_schedule_an_old_velocity_keeps_its_proportion() -> None:
-    steering = Steering(["lr"], lambda: PaperRule(0.1, 0.9, 0.5), Descent(kind="schedule"))
+    steering = PaperSteering(["lr"], lambda: PaperRule(0.1, 0.9, 0.5), Descent(kind="schedule"))
     steering.update(0, [1.0], [1.0, 1.1], [[1.1, 0.9]])
     before = steering.scales[0]
     steering.update(1, [1e-6], [1.0, 1.0], [[1.1e-6 * before, 0.9e-6 * before]])

@@ -20,8 +20,8 @@ from hdet_scale.runs import report
 from hdet_scale.runs.log import RunLog, read
 from hdet_scale.runs.search_log import search_of
 from tests.support.browser import Browser, chromium
-from tests.support.raced import raced
 from tests.support.sample_records import a_search, a_trial, an_evaluation
+from tests.support.searched import searched
 
 FIGURES = ("loss", "schedule", "fan", "evidence", "replicas", "cost")
 
@@ -177,7 +177,7 @@ def test_a_search_has_its_own_figure_and_leaves_the_fan_to_the_run(
     browser: Browser, tmp_path: Path, scheme: str
 ) -> None:
     page, run = tmp_path / "report.html", tmp_path / "searched"
-    raced(run)
+    searched(run)
     other = a_run(tmp_path / "paper", rounds=12)
     assert report.main([str(off_the_cliff(run)), str(other), "-o", str(page)]) == 0
     browser.prefer(scheme)
@@ -212,7 +212,7 @@ def test_a_watch_that_restarted_the_run_has_its_own_figure(
     browser: Browser, tmp_path: Path, scheme: str
 ) -> None:
     page, run = tmp_path / "report.html", tmp_path / "overfits"
-    raced(run, overfits=True)
+    searched(run, overfits=True)
     assert report.main([str(run), "-o", str(page)]) == 0
     browser.prefer(scheme)
     browser.open(page)
@@ -235,7 +235,7 @@ def test_a_watch_that_restarted_the_run_has_its_own_figure(
 
 def test_a_search_under_way_or_given_up_says_so(browser: Browser, tmp_path: Path) -> None:
     page, run, early = tmp_path / "report.html", tmp_path / "under_way", tmp_path / "given_up"
-    raced(run, stop=50)
+    searched(run, stop=50)
     with RunLog(early) as log:
         log.record(a_trial(4))
         log.record(a_search(20, completed=False, verdict="given up: too many checkpoints"))

@@ -21,14 +21,14 @@ from hdet_scale.runs.search_log import (
     watch_of,
 )
 from hdet_scale.search.decision import Race
-from tests.support.raced import GIVEN, STEPS, raced
 from tests.support.sample_records import a_search, a_trial
+from tests.support.searched import INITIAL, STEPS, searched
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("searched") / "run"
-    return folder, raced(folder)
+    return folder, searched(folder)
 
 
 def test_levels_are_translated_to_the_run(run: tuple[Path, Any]) -> None:
@@ -38,10 +38,10 @@ def test_levels_are_translated_to_the_run(run: tuple[Path, Any]) -> None:
     assert search is not None
     assert search["steps"] == fresh.budget == steps_of_search(log)
     assert search["completed"]
-    assert search["initial"] == {"lr/group0": GIVEN[0], "lr/group1": GIVEN[1]}
+    assert search["initial"] == {"lr/group0": INITIAL[0], "lr/group1": INITIAL[1]}
     coarse, fine = search["stages"]
     assert (coarse["name"], fine["name"]) == ("coarse", "fine")
-    for i, peak in enumerate(GIVEN):
+    for i, peak in enumerate(INITIAL):
         wanted = [peak * math.exp(x) for x in fresh.offsets]
         assert coarse["rates"][f"lr/group{i}"] == pytest.approx(wanted)
     lines = trials_of(log)
@@ -50,8 +50,8 @@ def test_levels_are_translated_to_the_run(run: tuple[Path, Any]) -> None:
     assert coarse["verdict"] == lines[7]["verdict"] != ""
     # The rate taken is near a level, in the run's own learning rates.
     taken = search["taken"]["lr/group0"]
-    assert taken == pytest.approx(GIVEN[0] * scheduler._search.rule.scale)
-    assert taken != GIVEN[0]
+    assert taken == pytest.approx(INITIAL[0] * scheduler._search.rule.scale)
+    assert taken != INITIAL[0]
     assert min(fine["rates"]["lr/group0"]) <= taken <= max(fine["rates"]["lr/group0"])
     assert fine["verdict"] == search["verdict"] == scheduler.verdict
 
@@ -87,13 +87,13 @@ def test_a_replay_leaves_the_search_out(
 def test_a_search_under_way_has_taken_no_rate_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raced(tmp_path, stop=50)
+    searched(tmp_path, stop=50)
     log = read(tmp_path)
     search = search_of(log)
     assert search is not None
     assert search["taken"] is None
     assert not search["completed"]
-    assert search["initial"] == {"lr/group0": GIVEN[0], "lr/group1": GIVEN[1]}
+    assert search["initial"] == {"lr/group0": INITIAL[0], "lr/group1": INITIAL[1]}
     assert [bool(stage["verdict"]) for stage in search["stages"]] == [True, False]
     assert steps_of_search(log) == 50  # the steps of the trial under way are not the run's
     assert cli.main(["replay", str(tmp_path)]) == 1
@@ -183,7 +183,7 @@ def test_a_level_is_the_mean_of_the_trials_that_ran_it(tmp_path: Path) -> None:
 def test_steps_before_a_restart_are_left_out(tmp_path: Path) -> None:
     """A run that overfits: a replay has the schedule since the restart."""
     folder = tmp_path / "overfits"
-    scheduler = raced(folder, overfits=True)
+    scheduler = searched(folder, overfits=True)
     log = read(folder)
     seen, before = watch_of(log), scheduler._search.taken_back
     assert seen is not None

@@ -1,4 +1,4 @@
-"""The valley: its bottom by least squares, its edge by a walk upwards."""
+"""The loss curve: its minimum by least squares, its edge from the lowest level upwards."""
 
 from __future__ import annotations
 

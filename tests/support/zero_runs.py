@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet_scale import OneCycleAutoLR, Replicas
-from tests.support.raced import blind, short_runs
+from tests.support.searched import long_stage, short_runs
 
 T, STEPS, MICRO, PARTS = 6, 30, 4, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -730,7 +730,7 @@ def teams(rank: int, size: int, stage: int) -> Any:
     reference = network()
     plain = torch.optim.AdamW(reference.parameters(), eps=1e-3)
     first, search, step = rank // 2 * 2, run.scheduler._search, 0
-    with blind(parts=2):
+    with long_stage(parts=2):
         while search.rule.team == 1:
             run.train(step, step + 1)
             step += 1

@@ -1,4 +1,4 @@
-"""Raced: a real run with a race before it, on one process, and its log; a world that overfits."""
+"""Searched: a run with a search before it on one process, and its log; a run that overfits."""
 
 from __future__ import annotations
 
@@ -22,22 +22,19 @@ from tests.support.toy import learn, toy
 
 STEPS, EVERY = 1600, 10
 TURN = 0.3
-GIVEN = (1e-5, 2e-5)
+INITIAL = (1e-5, 2e-5)
 
 
 @contextlib.contextmanager
-def short_runs() -> Iterator[None]:
-    """rule="auto" races from heats of five steps on: a test has no time for more."""
-    with (
-        mock.patch("hdet_scale.phases.assembly.ENOUGH", 5),
-        mock.patch("hdet_scale.search.driver.ENOUGH", 5),
-    ):
+def short_runs(steps: int = 5) -> Iterator[None]:
+    """A search is run with trials of so few steps: a test has no time for more."""
+    with mock.patch("hdet_scale.phases.build.LEAST_STEPS", steps):
         yield
 
 
 @contextlib.contextmanager
-def blind(parts: int) -> Iterator[None]:
-    """Every race has a long stage, of so many teams."""
+def long_stage(parts: int) -> Iterator[None]:
+    """Every search has a long stage, of so many teams."""
     before = LONG.parts
     object.__setattr__(LONG, "parts", parts)
     try:
@@ -47,8 +44,8 @@ def blind(parts: int) -> Iterator[None]:
         object.__setattr__(LONG, "parts", before)
 
 
-def sighted(work: Any) -> Any:
-    """A test's heats of five steps learn next to nothing: for `work` they count all the same."""
+def without_long_stage(work: Any) -> Any:
+    """No search inside `work` has a long stage, though trials of a few steps learn little."""
 
     @functools.wraps(work)
     def patched(*args: Any, **options: Any) -> Any:
@@ -58,14 +55,17 @@ def sighted(work: Any) -> Any:
     return patched
 
 
-class Way:
-    """How far the weights have come, and losses that depend on nothing else."""
+class Overfitting:
+    """Losses that depend on nothing but how far the weights are from their start.
+
+    The held-out loss is lowest at a distance of TURN, the training loss falls with the distance.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.start = model, [local(p).detach().clone() for p in model.parameters()]
-        self.looked = 0
+        self.evaluations = 0
 
-    def gone(self) -> float:
+    def distance(self) -> float:
         squares = [
             (local(p).detach() - s).square().sum()
             for p, s in zip(self.model.parameters(), self.start, strict=True)
@@ -73,30 +73,30 @@ class Way:
         return math.sqrt(float(torch.stack(squares).sum()))
 
     def losses(self, part: int = 0, parts: int = 1) -> Any:
-        self.looked += 1
-        held = 0.5 + math.log((self.gone() + 1e-3) / TURN) ** 2
-        return (held + 0.01 * i for i in range(part, 8, parts))
+        self.evaluations += 1
+        held_out = 0.5 + math.log((self.distance() + 1e-3) / TURN) ** 2
+        return (held_out + 0.01 * i for i in range(part, 8, parts))
 
     def trained(self) -> float:
-        return 0.1 / (0.1 + self.gone())
+        return 0.1 / (0.1 + self.distance())
 
 
-def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
-    """Two param groups, one twice as fast; the scheduler."""
+def searched(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
+    """Two param groups, one twice as fast; the scheduler after `stop` steps."""
     torch.manual_seed(0)
     model = toy(wrap=False)
     parts = list(model.parameters())
     optimizer = AdamW([{"params": parts[:2]}, {"params": parts[2:]}])
-    way = Way(model) if overfits else None
+    world = Overfitting(model) if overfits else None
     with short_runs():
         scheduler = OneCycleAutoLR(
             optimizer,
-            list(GIVEN),
+            list(INITIAL),
             STEPS,
-            rule="race" if way is None else "auto",
+            rule="auto",
             model=model,
             cycle_momentum=False,
-            probe=None if way is None else way.losses,
+            probe=None if world is None else world.losses,
         )
     bases: list[list[float]] = []
     with RunLog(folder) as log:
@@ -105,7 +105,7 @@ def raced(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
         for step in range(1, stop + 1):
             bases.append(scheduler.get_base_lr())
             loss = learn(model, optimizer, step, 0)
-            scheduler.step(loss if way is None else way.trained())
+            scheduler.step(loss if world is None else world.trained())
             if step % EVERY == 0:
                 columns = zip(*bases, strict=True)
                 log.step(step, float(loss), {f"lr/group{i}": c for i, c in enumerate(columns)})
