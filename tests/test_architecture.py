@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import itertools
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,3 +266,29 @@ def test_a_step_descends_into_few_files() -> None:
     assert {
         kind: len(calls) for kind, calls in found.items() if len(calls) > descents.LIMITS[kind]
     } == {}
+
+
+TASKS = {
+    "a wire format, e.g. fp8",
+    "how often the watch evaluates",
+    "a new engine",
+    "a new factor, e.g. gradient clip norm",
+    "the share of steps that a search may cost",
+    "a new figure of the report",
+    "a new fused optimizer",
+    "what an FSDP2 checkpoint holds",
+    "the message for ZeRO with one replica",
+    "a new config key",
+}
+
+
+def test_contributing_names_at_most_two_files_for_each_task() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    table = {row[0]: row[1] for row in rows if row[0] in TASKS}
+    assert set(table) == TASKS
+    for task, said in table.items():
+        paths = re.findall(r"(a new )?`((?:hdet_scale|kernels|tests)/[\w/.]+\.\w+)`", said)
+        assert 1 <= len(paths) <= 2, task
+        for fresh, path in paths:
+            assert fresh or (ROOT / path).is_file(), path
