@@ -57,9 +57,18 @@ class FusedOptimizer(Optimizer):
 
     - `_update`: its rule, reference and moments (`hdet_scale.kernels.update.Update`);
     - `__init__`: its own arguments, and `**options: Unpack[SharedOptions]` handed on;
-    - `_own_scalars`: what its rule reads of a group beside LR and weight decay;
 
-    and may override `_check_group`, `_slots_of` and `_step_plain`.
+    and may override
+
+    - `_own_scalars`: what its rule reads of a group beside LR and weight decay;
+    - `_check_group`: what it refuses of a group beside what no kernel does;
+    - `_slots_of`: the moments of a group, where not every group has them;
+    - `_step_plain`: a faster step than its reference where no kernel runs.
+
+    Args:
+        params: Parameters or param groups.
+        defaults: The subclass's own options; "lr" and "weight_decay" must be among them.
+        options: What it received as `**options`.
     """
 
     _update: ClassVar[Update]
@@ -356,8 +365,8 @@ class FusedOptimizer(Optimizer):
         )
 
     def _own_scalars(self, group: Group) -> list[float]:
-        """What the rule reads from column `scalars.OWN` on."""
-        raise NotImplementedError
+        """What the rule reads from column `scalars.OWN` on: nothing, unless overridden."""
+        return []
 
     # --- on torch -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the optimizers do with DTensors."""
+"""The memory that this rank holds of a tensor, and what the optimizers do with DTensors."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hdet_scale.optim.fused_adamw import FusedAdamW
+from hdet_scale.optim.shards import is_dense, is_sharded, local_shard, shard_offset
 from tests.support.stepping import LR
 
 
@@ -39,3 +40,25 @@ def test_dtensor_parameters_step_their_local_shards(tmp_path: Path) -> None:
         assert torch.equal(mine.full_tensor(), before)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_plain_tensor_is_its_own_shard() -> None:
+    tensor = torch.ones(3)
+    assert local_shard(tensor) is tensor
+    assert shard_offset(tensor) == 0
+    assert not is_sharded(tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.ones(2, 3), True),
+        (torch.ones(2, 3).t(), True),
+        (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.ones(4, 1, 3).transpose(0, 2), True),
+        (torch.ones(2, 6)[:, ::2], False),
+        (torch.ones(1).expand(3), False),
+    ],
+)
+def test_dense_memory_has_no_gaps_in_whatever_order(tensor: torch.Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
