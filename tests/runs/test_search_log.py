@@ -20,7 +20,7 @@ from hdet_scale.runs.search_log import (
     trials_of,
     watch_of,
 )
-from hdet_scale.search.decision import Race
+from hdet_scale.search.decision import RateSearch
 from tests.support.sample_records import a_search, a_trial
 from tests.support.searched import INITIAL, STEPS, searched
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def test_levels_are_translated_to_the_run(run: tuple[Path, Any]) -> None:
     folder, scheduler = run
-    log, fresh = read(folder), Race(replicas=1, total_steps=STEPS, adaptive=True)
+    log, fresh = read(folder), RateSearch(replicas=1, total_steps=STEPS, adaptive=True)
     search = search_of(log)
     assert search is not None
     assert search["steps"] == fresh.budget == steps_of_search(log)
@@ -50,7 +50,7 @@ def test_levels_are_translated_to_the_run(run: tuple[Path, Any]) -> None:
     assert coarse["verdict"] == lines[7]["verdict"] != ""
     # The rate taken is near a level, in the run's own learning rates.
     taken = search["taken"]["lr/group0"]
-    assert taken == pytest.approx(INITIAL[0] * scheduler._search.rule.scale)
+    assert taken == pytest.approx(INITIAL[0] * scheduler._run.steering.scale)
     assert taken != INITIAL[0]
     assert min(fine["rates"]["lr/group0"]) <= taken <= max(fine["rates"]["lr/group0"])
     assert fine["verdict"] == search["verdict"] == scheduler.verdict
@@ -185,9 +185,9 @@ def test_steps_before_a_restart_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "overfits"
     scheduler = searched(folder, overfits=True)
     log = read(folder)
-    seen, before = watch_of(log), scheduler._search.taken_back
+    seen = watch_of(log)
     assert seen is not None
-    assert seen["restarts"] == [scheduler._search.done + before]
+    assert seen["restarts"] == [scheduler._run.lost]
     assert steps_before_run(log) == seen["restarts"][0] > steps_of_search(log)
     made = discovered(log)
     assert made["steps"] == STEPS - seen["restarts"][0]

@@ -31,8 +31,6 @@ LAYOUTS = {
     "fsdp": ("fsdp", 4, {"replicas": 2}),
     "fsdp local": ("fsdp", 2, {"replicas": 2, "gradients": "local"}),
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
-    "ddp race": ("ddp", 2, {"replicas": "auto", "rule": "race"}),
-    "fsdp race": ("fsdp", 4, {"replicas": 2, "rule": "race"}),
     "ddp auto": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
     "fsdp auto": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
 }
@@ -63,7 +61,9 @@ def recipe(home: Path, engine: str, *, steps: int, **hdet: Any) -> Path:
     else:
         values["batch"] = 2
         values["schedule"]["total_steps"] = steps
-    values["hdet"] |= {"rule": "paper", "interval": 4, "warmup_steps": 1, "spread": 0.2, **hdet}
+    values["hdet"] |= {"rule": "paper", "interval": 4, "warmup_steps": 1, **hdet}
+    if values["hdet"]["rule"] == "paper":
+        values["hdet"].setdefault("spread", 0.2)
     path = home / f"{engine}.json"
     path.write_text(json.dumps(values))
     return path

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 from hdet_scale import OneCycleAutoLR
+from hdet_scale.train.workers import leave
 from tests.support.toy import learn, toy
 
 STEPS, INTERVAL = 44, 5
@@ -182,6 +183,8 @@ def main(home: Path, store: Path, kind: str, pace: float, rank: int, size: int) 
     _save(home / f"final-{rank}.pt", train(rank, size, home, kind, pace))
     dist.barrier()
     dist.destroy_process_group()
+    # An interpreter that goes down while a thread of gloo is still alive may abort.
+    leave(0)
 
 
 if __name__ == "__main__":

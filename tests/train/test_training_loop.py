@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hdet_scale import cli
 from hdet_scale.runs.log import read
 from hdet_scale.runs.search_log import steps_of_search
-from hdet_scale.search.decision import Race
+from hdet_scale.search.decision import RateSearch
 from hdet_scale.train import training_loop
 from hdet_scale.train.command import parse
 from hdet_scale.train.workers import Refused
@@ -47,17 +47,15 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: st
 
 
 def test_a_search_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    """Trials of two steps cannot rank rates, so the search takes its longest form.
-
-    At the resume the probe must neither use the fresh weights nor leave them in the model.
-    """
-    end = ["--stop-at", "72"]
-    kills.finish([*kills.command(tmp_path, "fsdp race", "whole", 600), *end])
-    words = [*kills.command(tmp_path, "fsdp race", "broken", 600), "--resume", *end]
+    """At the resume the probe must neither use the fresh weights nor leave them in the model."""
+    rule = RateSearch(replicas=2, total_steps=1720, adaptive=True)
+    end = ["--stop-at", str(rule.longest + 10)]
+    kills.finish([*kills.command(tmp_path, "fsdp auto", "whole", 1720), *end])
+    words = [*kills.command(tmp_path, "fsdp auto", "broken", 1720), "--resume", *end]
     assert kills.break_off(words, signal.SIGKILL, heard=12, pause=0) == -signal.SIGKILL
-    race = steps_of_search(read(tmp_path / "whole"))
-    assert kills.reached(tmp_path / "broken") < race < 72
-    assert race == Race(replicas=2, total_steps=600, adaptive=True).longest
+    search = steps_of_search(read(tmp_path / "whole"))
+    assert kills.reached(tmp_path / "broken") < search
+    assert search in (rule.budget, rule.longest)
     kills.finish(words)
     assert kills.story(tmp_path / "broken") == kills.story(tmp_path / "whole")
 
