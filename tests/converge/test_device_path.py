@@ -18,7 +18,7 @@ from hdet_scale.converge.int8 import CACHED, Codec, message_bytes
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.converge.staging import StagedBucket
-from hdet_scale.kernels.choice import on_kernels
+from hdet_scale.kernels.choice import interpreting, on_kernels
 from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
 from hdet_scale.kernels.interpreter import interpreted
 from hdet_scale.kernels.pack import pack_reference
@@ -177,6 +177,7 @@ def _converged(rank: int, size: int, wire: str, overlap: bool) -> list[Tensor]:
 def test_a_converge_has_the_same_bits_on_the_device_path(
     fleets: Any, device_pair: Fleet, wire: str, overlap: bool
 ) -> None:
+    assert fleets(2).run(_on_kernels) == [interpreting()] * 2
     plain = fleets(2).run(_converged, wire, overlap)
     device = device_pair.run(_converged, wire, overlap)
     for ours, theirs in zip(plain, device, strict=True):

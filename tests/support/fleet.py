@@ -136,6 +136,8 @@ class Fleet:
 
 
 def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]) -> None:
+    # Whatever the fork server started with: a variable that is gone since must not come back.
+    os.environ.clear()
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
