@@ -1,4 +1,4 @@
-"""Rules with a probe inside a run: real replicas over gloo, several factors, resume, the end."""
+"""The slope rule inside a run: real replicas over gloo, several factors, resume, the end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, Replicas
+from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, OneCycleAutoLR, Replicas
 from hdet_scale.factors import beta, dropout, learning_rates, weight_decay
 from hdet_scale.method.records import RoundRecord
+from tests.support import sharded
 from tests.support.fleet import Fleet
 from tests.support.toy import batch, learn, moments, same, toy
 from tests.support.traffic import traffic
@@ -35,7 +37,7 @@ def probe_of(model: nn.Module, scheduler: list[Any]) -> Any:
 
 
 class Run:
-    """The toy under DDP, AdamW, a slope or climb rule."""
+    """The toy under DDP, AdamW, the slope rule."""
 
     def __init__(
         self,
@@ -43,13 +45,12 @@ class Run:
         lr: float = 1e-3,
         *,
         several: bool = False,
-        norm: bool = False,
         l2: bool = False,
         **options: Any,
     ) -> None:
         options = {"spread": 0.3, "interval": T, "rule": "slope", **options}
         self.rank = rank
-        self.model = toy(rank, rebuild=False, norm=norm)
+        self.model = toy(rank, rebuild=False)
         kind = torch.optim.Adam if l2 else torch.optim.AdamW
         self.optimizer = kind(self.model.parameters(), lr=lr, weight_decay=0.01)
         factors = [*learning_rates(self.optimizer), weight_decay(self.optimizer)]
@@ -75,7 +76,7 @@ class Run:
 
     @property
     def phase(self) -> str:
-        return str(self.scheduler._round.steering.decision.phase)
+        return self.scheduler.phase
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -92,7 +93,7 @@ class Run:
         self.scheduler.load_state_dict(scheduler)
 
 
-def _search(rank: int, size: int, several: bool) -> Any:
+def _explored(rank: int, size: int, several: bool) -> Any:
     run = Run(rank, several=several)
     run.steps(0, 40 * T)
     return [(r.bases, r.probe.verdict, r.probe.evidence) for r in run.records], run.records[0]
@@ -101,7 +102,7 @@ def _search(rank: int, size: int, several: bool) -> Any:
 @pytest.mark.parametrize("several", [False, True])
 def test_a_learning_rate_that_is_too_low_is_raised(quartet: Fleet, several: bool) -> None:
     """Every replica decides alike; a second factor beside it does not disturb."""
-    results = quartet.run(_search, several)
+    results = quartet.run(_explored, several)
     told = [r[0] for r in results]
     assert all(t == told[0] for t in told[1:])
     bases = told[0][-1][0]
@@ -119,7 +120,7 @@ def test_a_learning_rate_that_is_too_low_is_raised(quartet: Fleet, several: bool
 
 def _ended(rank: int, size: int, policy: dict[str, Any]) -> Any:
     run = Run(rank, patience=1, converge=ConvergePolicy(**policy))
-    run.scheduler._round.steering.rule.false_moves = 1e-300  # no move: the search ends at once
+    run.scheduler._run.steering.rule.false_moves = 1e-300  # no move: the exploration ends at once
     run.steps(0, 3 * T)
     at_end = run.weights()
     phase = run.phase
@@ -137,10 +138,12 @@ def _ended(rank: int, size: int, policy: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("policy", [{}, {"overlap": True}, {"fragments": 2}])
-def test_a_search_that_is_over_leaves_plain_training(pair: Fleet, policy: dict[str, Any]) -> None:
+def test_an_exploration_that_is_over_leaves_plain_training(
+    pair: Fleet, policy: dict[str, Any]
+) -> None:
     """Bit for bit, and no collective of ours remains."""
     results = pair.run(_ended, policy)
-    assert [r[0] for r in results] == ["hold", "hold"]
+    assert [r[0] for r in results] == ["plain", "plain"]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
     assert all(same and quiet for _, _, same, quiet, _ in results)
     assert [r[4] for r in results] == [3, 3]
@@ -148,17 +151,17 @@ def test_a_search_that_is_over_leaves_plain_training(pair: Fleet, policy: dict[s
 
 def _ended_with_own_moments(rank: int, size: int) -> Any:
     run = Run(rank, l2=True, patience=1, converge=ConvergePolicy(moments=False))
-    run.scheduler._round.steering.rule.false_moves = 1e-300
+    run.scheduler._run.steering.rule.false_moves = 1e-300
     run.steps(0, 3 * T)
     at_end = moments(run.optimizer)
     run.steps(3 * T, 6 * T)
     return run.phase, at_end, run.weights()
 
 
-def test_moments_that_were_each_replicas_own_agree_when_a_search_is_over(pair: Fleet) -> None:
-    """With L2 decay they drift, and nothing would hold the replicas together from there on."""
+def test_moments_of_each_replicas_own_are_averaged_when_an_exploration_is_over(pair: Fleet) -> None:
+    """With L2 decay they drift, and nothing is averaged from there on."""
     one, two = pair.run(_ended_with_own_moments)
-    assert one[0] == "hold"
+    assert one[0] == "plain"
     assert same(one[1], two[1])
     assert same(one[2], two[2])
 
@@ -183,7 +186,7 @@ def test_resume_bit_for_bit(pair: Fleet, at: int) -> None:
     for equal, bases, phase in pair.run(_resumed, at, False):
         assert equal
         assert bases
-        assert phase == ("hold" if at == 28 * T else "search")
+        assert phase == ("plain" if at == 28 * T else "exploring")
 
 
 def test_resume_bit_for_bit_with_several_factors(quartet: Fleet) -> None:
@@ -206,22 +209,6 @@ def test_a_replica_that_is_not_finite_is_left_out(quartet: Fleet) -> None:
     assert all(math.isfinite(z) for _, _, evidence in rounds for z in evidence.values())
 
 
-def _climbing(rank: int, size: int) -> Any:
-    run = Run(rank, lr=1.0, rule="climb", total_steps=200 * T, several=True)
-    run.steps(0, 60 * T)
-    return [(r.bases, r.probe.verdict) for r in run.records], run.phase
-
-
-def test_the_climb_comes_from_below_and_holds(quartet: Fleet) -> None:
-    told = quartet.run(_climbing)
-    assert all(t == told[0] for t in told[1:])
-    rounds, phase = told[0]
-    rates = [bases["lr/group0"] for bases, _ in rounds]
-    assert rates[0] <= 0.01 * math.exp(0.4) * 1.0001
-    assert max(rates) < 1.0
-    assert phase == "hold"
-
-
 def _added(rank: int, size: int) -> Any:
     """Two replicas of two shards: 10 + rank in every shard of its own."""
     replicas = Replicas.of(shard_size=2)
@@ -230,11 +217,72 @@ def _added(rank: int, size: int) -> Any:
     return means[0], math.isnan(means[1]), replicas.sum([means[0], 1.0], cpu)
 
 
-def test_shards_speak_with_one_voice(quartet: Fleet) -> None:
+def test_the_losses_of_shards_are_averaged_before_the_sum(quartet: Fleet) -> None:
     results = quartet.run(_added)
     assert [r[0] for r in results] == [10.5, 10.5, 12.5, 12.5]
     assert [r[1] for r in results] == [False, False, True, True]
     assert all(r[2] == [23.0, 2.0] for r in results)
+
+
+# -- FSDP2: two replicas of two shards ------------------------------------------------------------
+
+ROUNDS = 30
+GUIDED = {"ensemble_lr_spread_ratio": 0.3, "model_sync_interval": T, "enable_auto_lr": False}
+
+
+def sharded_probe(model: nn.Module, scheduler: OneCycleAutoLR) -> Any:
+    """Eight fresh batches a round, the same on every rank."""
+
+    def losses() -> Any:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        for j in range(8):
+            yield sharded.loss_of(inner, sharded.batch(100_000 + 8 * scheduler.round + j, 0))
+
+    return losses
+
+
+def told_by(records: list[RoundRecord]) -> Any:
+    return [(r.bases, r.probe.verdict, r.probe.evidence) for r in records if r.probe is not None]
+
+
+def _slope_on_shards(rank: int, size: int) -> Any:
+    run, records = sharded.Sharded(2, steps=400, rule="slope", **GUIDED), []
+    run.scheduler.probe_with(sharded_probe(run.model, run.scheduler))
+    run.scheduler.on_round(records.append)
+    run.train(rank, 0, ROUNDS * T)
+    return told_by(records)
+
+
+def _slope_on_ddp(rank: int, size: int) -> Any:
+    """The same computation: a replica takes the batches of its two shards."""
+    model = DistributedDataParallel(sharded.build_model())
+    optimizer, records = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    scheduler = sharded.scheduler_of(optimizer, 400, model=model, rule="slope", **GUIDED)
+    scheduler.probe_with(sharded_probe(model, scheduler))
+    scheduler.on_round(records.append)
+    for step in range(ROUNDS * T):
+        x = torch.cat([sharded.batch(step, 2 * rank + s) for s in range(2)])
+        loss = sharded.loss_of(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step(loss)
+    return told_by(records)
+
+
+def test_the_slope_rule_decides_on_shards_as_on_whole_replicas(pair: Fleet, quartet: Fleet) -> None:
+    told = quartet.run(_slope_on_shards)
+    assert len(told[0]) == ROUNDS
+    assert all(t == told[0] for t in told)
+    whole = pair.run(_slope_on_ddp)[0]
+    assert any(verdict for _, verdict, _ in whole), "the rule moved"
+    for (bases, verdict, z), (bases_whole, verdict_whole, z_whole) in zip(
+        told[0], whole, strict=True
+    ):
+        assert verdict == verdict_whole
+        assert bases == pytest.approx(bases_whole, rel=1e-6)
+        assert z == pytest.approx(z_whole, rel=1e-3, abs=1e-4)
 
 
 # -- refused at once ----------------------------------------------------------------------------
@@ -249,8 +297,6 @@ def auto(factors: Any = None, **options: Any) -> AutoLR:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match="must know how long the run is"):
-        auto(rule="climb")
     with pytest.raises(ValueError, match=r"\['dropout/\*'\] act in forward or backward"):
         auto(lambda m, o: [dropout(m)])
     auto(lambda m, o: [dropout(m)], gradients="local")
@@ -264,5 +310,6 @@ def test_what_cannot_work_is_refused() -> None:
 
 
 def test_explored_betas_make_moments_averaged() -> None:
-    assert not auto()._round.average_moments
-    assert auto(lambda m, o: [*learning_rates(o), beta(o, 0)])._round.average_moments
+    assert not auto().present_phase.averaging.average_moments
+    both = auto(lambda m, o: [*learning_rates(o), beta(o, 0)])
+    assert both.present_phase.averaging.average_moments

@@ -1,4 +1,4 @@
-"""The slope rule: the fit against numpy, the gate in simulation, resume, and bad numbers."""
+"""The slope rule: the gate in simulation, the width, resume."""
 
 from __future__ import annotations
 
@@ -8,113 +8,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hdet_scale.method.spread import fan
-from hdet_scale.rules.designs import levels
 from hdet_scale.rules.guided import Decision
-from hdet_scale.rules.slope import Evidence, Fit, Slope, Slopes, Sums, Width, gate
-
-M = 8
-
-
-def vectors(X: np.ndarray, L: np.ndarray) -> np.ndarray:
-    """The sums of all replicas at once, for many rounds of one design: L is (..., N, M)."""
-    n, G = X.shape
-    fixed = [n, *X.sum(0), *(X[:, g] @ X[:, h] for g in range(G) for h in range(g + 1))]
-    cross = (X.T @ L).reshape(*L.shape[:-2], -1)
-    squares = (L.mean(-1) ** 2).sum(-1, keepdims=True)
-    repeated = np.broadcast_to(fixed, (*L.shape[:-2], len(fixed)))
-    return np.concatenate([repeated, L.sum(-2), cross, squares], axis=-1)
-
-
-def sums_of(X: np.ndarray, L: np.ndarray) -> Sums:
-    """The same numbers as adding the replicas one by one."""
-    return Sums.read(X.shape[1], L.shape[1], vectors(X, L).tolist())
-
-
-def added(X: np.ndarray, L: np.ndarray) -> Sums:
-    total = Sums.none(X.shape[1], L.shape[1])
-    for x, losses in zip(X, L, strict=True):
-        total = total + Sums.of(x.tolist(), losses.tolist())
-    return total
-
-
-class World:
-    """Losses of N replicas that lie `offsets` away from a base: slopes, and three kinds of noise.
-
-    batch: an error of each probe batch that is linear in the offsets, as shared gradients give it.
-    own: an error of each replica that all batches see. each: of each replica in each batch.
-    """
-
-    def __init__(self, slopes: list[float], *, seed: int, batch=0.0, own=0.0, each=0.0) -> None:
-        self.slopes = np.array(slopes)
-        self.noise = (batch, own, each)
-        self.random = np.random.default_rng(seed)
-
-    def losses(self, X: np.ndarray, *rounds: int) -> np.ndarray:
-        n, G = X.shape
-        batch, own, each = self.noise
-        b = self.slopes[:, None] + batch * self.random.standard_normal((*rounds, G, M))
-        level = 2.0 + 0.3 * self.random.standard_normal((*rounds, 1, M))
-        noise = own * self.random.standard_normal((*rounds, n, 1))
-        return level + X @ b + noise + each * self.random.standard_normal((*rounds, n, M))
-
-
-def design(n: int, names: list[str], spread: float, round: int, seed: int = 0) -> np.ndarray:
-    return np.log1p(spread * np.array(levels(n, names, seed=seed, round=round))).T
-
-
-# -- the fit ------------------------------------------------------------------------------------
-
-
-@settings(max_examples=300, deadline=None)
-@given(n=st.integers(2, 9) | st.just(64), g=st.integers(1, 4), seed=st.integers(0, 10**6))
-def test_fit_is_least_squares(n: int, g: int, seed: int) -> None:
-    if n < g + 1:
-        return
-    random = np.random.default_rng(seed)
-    X, L = random.standard_normal((n, g)), 2 + random.standard_normal((n, M))
-    total = added(X, L)
-    assert total.vector == pytest.approx(sums_of(X, L).vector, rel=1e-9, abs=1e-9)
-    fit = total.fit()
-    if fit is None:
-        assert np.linalg.cond(np.corrcoef(X.T)) > 1e4
-        return
-    design = np.column_stack([np.ones(n), X])
-    expected = np.linalg.lstsq(design, L, rcond=None)[0][1:]
-    found = np.array([fit.slopes[i].mean for i in range(g)])
-    np.testing.assert_allclose(found, expected.mean(1), rtol=1e-6, atol=1e-6)
-    between = [fit.slopes[i].between for i in range(g)]
-    np.testing.assert_allclose(between, expected.var(1, ddof=1) / M, rtol=1e-5, atol=1e-9)
-    assert fit.free == n - g - 1
-    if fit.free:
-        rest = L.mean(1) - design @ np.linalg.lstsq(design, L.mean(1), rcond=None)[0]
-        inverse = np.linalg.inv(design.T @ design)[1:, 1:]
-        expected = (rest @ rest) / fit.free * np.diag(inverse)
-        residual = [fit.slopes[i].residual for i in range(g)]
-        np.testing.assert_allclose(residual, expected, rtol=1e-4, atol=1e-8)
-
-
-def test_the_vector_does_not_grow_with_the_replicas() -> None:
-    X = design(4096, ["a", "b", "c", "d"], 0.3, 1)
-    world = World([0.1] * 4, seed=0, each=0.1)
-    assert len(sums_of(X, world.losses(X)).vector) == Sums.length(4, M) == 2 + 4 + 10 + 8 + 32
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["loss", "offset"])
-def test_a_replica_with_a_bad_number_is_left_out(bad: float, where: str) -> None:
-    X = design(8, ["a", "b"], 0.3, 1)
-    L = World([0.5, -0.2], seed=1, each=0.01).losses(X)
-    spoilt_x, spoilt_l = X.copy(), L.copy()
-    if where == "loss":
-        spoilt_l[3, 5] = bad
-    else:
-        spoilt_x[3, 0] = bad
-    kept = [r for r in range(8) if r != 3]
-    assert added(spoilt_x, spoilt_l) == added(X[kept], L[kept])
+from hdet_scale.rules.slope import Evidence, Slope, Width, gate
+from hdet_scale.rules.sums import Fit, Slopes, Sums
+from tests.rules.test_sums import M, World, added, design, sums_of, vectors
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -126,11 +25,7 @@ def test_too_few_replicas_left_say_nothing(left: int) -> None:
     assert [e.n for e in rule.gathered] == [0, 0]
 
 
-def test_sums_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 factors and 8 probe batches make 20 sums, got 3"):
-        Sums.read(1, 8, [0.0] * 3)
-    with pytest.raises(ValueError, match="cannot be added"):
-        Sums.none(1, 8) + Sums.none(2, 8)
+def test_sums_of_another_rule_are_refused() -> None:
     with pytest.raises(ValueError, match="sums of 2 factors for the rule of"):
         Slope(["a"], Width(0.3)).update(Sums.none(2, 8), 1)
     with pytest.raises(ValueError, match="between the probe batches, got 1: probe at least 2"):
@@ -274,12 +169,12 @@ def test_width_narrows_and_ends() -> None:
     assert Width(0.4, patience=None).update(moved=False) == 0.4
 
 
-def test_the_search_ends_with_a_hold() -> None:
+def test_the_exploration_ends_with_a_spread_of_zero() -> None:
     rule = Slope(["a"], Width(0.3, patience=5, halvings=1))
     made = run(rule, World([0.0], seed=0, batch=1.0), 8, 10)
-    assert [d.phase for d in made] == ["search"] * 9 + ["hold"]
-    assert made[-1].spread == 0.0
-    assert "hold" in made[-1].verdict
+    assert [d.spread for d in made] == [0.3] * 4 + [0.15] * 5 + [0.0]
+    assert [d.verdict for d in made[:-1]] == [""] * 9
+    assert made[-1].verdict == "no evidence is left: the exploration ends"
 
 
 @pytest.mark.parametrize(
@@ -301,10 +196,10 @@ def test_wrong_options_are_refused(make, text: str) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_resume_bit_for_bit_after_every_round(n: int) -> None:
-    """Through JSON, in search, after moves, with a narrowed spread, and in the hold."""
+    """Through JSON, after moves, with a narrowed spread, and after the exploration."""
     rule = Slope(["a"], Width(0.3, patience=6, halvings=1))
     world = World([0.6], seed=3, batch=0.5, own=0.05)
-    phases = set()
+    spreads = set()
     for r in range(60):
         if r == 30:
             world.slopes = np.zeros(1)
@@ -315,8 +210,8 @@ def test_resume_bit_for_bit_after_every_round(n: int) -> None:
         total = sums_of(X, world.losses(X))
         assert twin.update(total, r) == rule.update(total, r)
         assert twin.state_dict() == rule.state_dict()
-        phases.add((rule.decision.phase, rule.decision.spread))
-    assert phases == {("search", 0.3), ("search", 0.15), ("hold", 0.0)}
+        spreads.add(rule.decision.spread)
+    assert spreads == {0.3, 0.15, 0.0}
 
 
 def test_a_state_of_other_factors_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A race beneath Schedule-Free: its averages and their weights go back with the weights."""
+"""A search with Schedule-Free optimizers: their averages go back with the weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch.optim.lr_scheduler import LambdaLR
 
 from hdet_scale import AutoLR, HDETConfig
-from tests.support.raced import sighted
+from tests.support.searched import without_long_stage
 from tests.support.toy import batch, parameters, same, toy
 
 S = 4000
 
 
 class Run:
-    """The probe looks at the average x; training goes on at y."""
+    """The probe evaluates the average x; training goes on at y."""
 
     def __init__(self, kind: Any, lr: float, rule: str = "auto") -> None:
         self.model = toy(wrap=False, norm=False)
@@ -54,8 +54,8 @@ class Run:
 
 
 @pytest.mark.parametrize("kind", [AdamWScheduleFree, SGDScheduleFree])
-@sighted
-def test_a_race_goes_back_to_a_fresh_average_and_finds_more(kind: Any) -> None:
+@without_long_stage
+def test_a_search_goes_back_to_a_fresh_average_and_proposes_more(kind: Any) -> None:
     run = Run(kind, 1e-5)
     start = parameters(run.model)
     while run.scheduler.searching:
@@ -65,10 +65,10 @@ def test_a_race_goes_back_to_a_fresh_average_and_finds_more(kind: Any) -> None:
     (group,) = run.optimizer.param_groups
     assert (group["k"], group["weight_sum"]) == (0, 0.0)
     assert group["lr_max"] <= 0.0
-    scale = run.scheduler._round.steering.found[0]
-    assert scale > 10, run.scheduler.verdict
-    # From here on it is the run of a fresh optimizer at what was found.
-    fresh = Run(kind, float(group["lr"]), rule="none")
+    rate = float(group["lr"])
+    assert rate > 10 * 1e-5, run.scheduler.verdict
+    # From here on it is the run of a fresh optimizer at the proposed rate.
+    fresh = Run(kind, rate, rule="none")
     fresh.step = run.step
     for until in (run.step + 1, run.step + 10):
         run.train(until)

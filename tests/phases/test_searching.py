@@ -1,4 +1,4 @@
-"""The search in real processes: local heats, rewind, resume, and plain training afterwards."""
+"""A search in real processes: trials, going back, resume, and the run afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -34,13 +33,15 @@ from hdet_scale import (
     Replicas,
     fsdp,
 )
-from hdet_scale.phases.assembly import divides_by_the_gradient
+from hdet_scale.engines.engine import Engine
+from hdet_scale.factors import learning_rates
+from hdet_scale.phases.build import divides_by_the_gradient
 from hdet_scale.search.probe import Probe, common_batches
-from hdet_scale.search.schedule import outline_of
+from hdet_scale.search.schedule import shape_of
 from hdet_scale.search.trials import STAGES
 from hdet_scale.topology import local
 from tests.support.fleet import Fleet
-from tests.support.raced import blind, sighted
+from tests.support.searched import long_stage, short_runs, without_long_stage
 from tests.support.toy import batch, bits, buffers, learn, moments, parameters, same, toy
 from tests.support.traffic import traffic
 
@@ -76,20 +77,22 @@ class Run:
         *,
         how: str = "adamw",
         total: int = S,
+        probed: bool = True,
     ) -> None:
-        self.rank = rank
+        self.rank, self.probed = rank, probed
         self.model = toy(rank, norm=True, rebuild=False)
         self.optimizer = optimizer_for(self.model, how, lr)
-        probe = common(self.model)
-        if kind == "one cycle":
-            self.scheduler: Any = OneCycleAutoLR(
-                self.optimizer, lr, total_steps=total, rule="race", model=self.model, probe=probe,
-                cycle_momentum=False,
-            )  # fmt: skip
-        else:
-            config = HDETConfig(rule="race", total_steps=total)
-            inner = CosineAnnealingLR(self.optimizer, total)
-            self.scheduler = AutoLR(inner, config, model=self.model, probe=probe)
+        probe = common(self.model) if probed else None
+        with short_runs(4):
+            if kind == "one cycle":
+                self.scheduler: Any = OneCycleAutoLR(
+                    self.optimizer, lr, total_steps=total, rule="auto", model=self.model,
+                    probe=probe, cycle_momentum=False,
+                )  # fmt: skip
+            else:
+                config = HDETConfig(rule="auto", total_steps=total)
+                inner = CosineAnnealingLR(self.optimizer, total)
+                self.scheduler = AutoLR(inner, config, model=self.model, probe=probe)
         self.step = 0
         self.rates: list[float] = []
         self.records: list[Any] = []
@@ -101,8 +104,21 @@ class Run:
         while self.step < until:
             self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
             loss = learn(self.model, self.optimizer, self.step, self.rank)
-            self.scheduler.step(loss)
+            self.scheduler.step(self.told(loss))
             self.step += 1
+
+    def told(self, loss: Tensor) -> Tensor | float:
+        """The training loss of a step: without a probe a trial of four steps would compare noise,
+        and is told a loss that is lowest at 20 times the initial rate."""
+        if self.probed or not self.scheduler.searching:
+            return loss
+        trial = self.scheduler.present_phase.trial
+        return 1.0 + math.log(trial.multiplier(self.rank) * trial.translation / 20.0) ** 2
+
+    def search(self) -> None:
+        """To the first step of the run."""
+        while self.scheduler.searching:
+            self.train(self.step + 1)
 
     def save(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -130,45 +146,52 @@ class Run:
                 parameters(self.model),
                 buffers(self.model),
                 moments(self.optimizer),
-                self.scheduler.state_dict()["search"],
+                self.scheduler.state_dict()["hdet"],
                 self.scheduler.get_last_lr(),
             ]
         )
+
+
+def scale_of(scheduler: Any) -> float:
+    """What the schedule is multiplied with."""
+    return float(scheduler.get_base_lr()[0] / scheduler.get_schedule()[0])
 
 
 # -- one process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["adamw", "sgd", "fused"])
-@sighted
-def test_one_replica_finds_a_better_rate_and_goes_back_to_its_start(how: str) -> None:
+@without_long_stage
+def test_one_replica_proposes_a_better_rate_and_goes_back_to_its_start(how: str) -> None:
     torch.manual_seed(0)
     model = toy(wrap=False, norm=True)
     start, before = parameters(model), buffers(model)
     optimizer = optimizer_for(model, how, 1e-5)
     scheduler = OneCycleAutoLR(
-        optimizer, 1e-5, total_steps=4000, rule="race", model=model, probe=common(model),
+        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, probe=common(model),
         cycle_momentum=False,
     )  # fmt: skip
-    step = 0
+    step, budget = 0, scheduler.present_phase.rule.budget
     while scheduler.searching:
-        assert scheduler._round.steering.found[0] == 1.0
+        assert scheduler.get_base_lr() == [1e-5]
         scheduler.step(learn(model, optimizer, step, 0))
         step += 1
     assert same(parameters(model), start)
     assert same(buffers(model), before)
     assert not any(optimizer.state.values())
-    assert step == scheduler._search.rule.budget
-    assert scheduler._round.steering.found[0] > 10, scheduler.verdict
+    assert step == budget
+    assert scale_of(scheduler) > 10, scheduler.verdict
 
 
-def test_the_first_step_after_the_race_is_the_first_step_of_a_fresh_run() -> None:
+def test_the_first_step_after_the_search_is_the_first_step_of_a_fresh_run() -> None:
     """Also for SGD, whose first step is not that of zeroed momentum with dampening."""
     model, other = toy(wrap=False), toy(wrap=False)
     optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9, dampening=0.5)
     schedule = LambdaLR(optimizer, lambda _: 1e-4)
-    config = HDETConfig(rule="race", total_steps=2 * S)
-    scheduler = AutoLR(schedule, config, model=model, probe=common(model))
+    config = HDETConfig(rule="auto", total_steps=2 * S)
+    with short_runs(4):
+        scheduler = AutoLR(schedule, config, model=model, probe=common(model))
+    assert scheduler.searching
     step = 0
     while scheduler.searching:
         scheduler.step(learn(model, optimizer, step, 0))
@@ -181,37 +204,67 @@ def test_the_first_step_after_the_race_is_the_first_step_of_a_fresh_run() -> Non
     assert same(parameters(model), parameters(other))
 
 
-def test_without_a_probe_the_end_of_each_heat_is_heard() -> None:
-    """The first two thirds of a heat say nothing: a decay has yet to take the noise away."""
+def test_without_a_probe_the_end_of_each_trial_counts() -> None:
+    """The first two thirds of a trial say nothing: its decay has yet to remove the noise."""
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=1e-5)
     scheduler = OneCycleAutoLR(
-        optimizer, 1e-5, total_steps=4000, rule="race", model=model, cycle_momentum=False
+        optimizer, 1e-5, total_steps=4000, rule="auto", model=model, cycle_momentum=False
     )
-    search, step = scheduler._search, 0
-    assert search is not None
+    search, step = scheduler.present_phase, 0
     while scheduler.searching:
-        heat = search.rule.heat()
-        rate = heat.multipliers[0] * search.rule.translation(heat.stage)
-        late = search.step >= heat.steps * 2 // 3
+        trial = search.trial
+        rate = trial.multiplier(0) * trial.translation
+        late = search.step >= trial.steps * 2 // 3
         learn(model, optimizer, step, 0)
         scheduler.step(1.0 + math.log(rate / 20.0) ** 2 if late else 1e6 * rate)
         step += 1
-    assert scheduler._round.steering.found[0] == pytest.approx(20.0, rel=1e-6)
+    assert scale_of(scheduler) == pytest.approx(20.0, rel=1e-6)
+    assert scheduler.phase == "plain", "there is nothing to watch with"
 
 
 def test_a_run_that_skips_every_step_keeps_its_schedule() -> None:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.01)
     scheduler = OneCycleAutoLR(
-        optimizer, 0.01, total_steps=S * 5, rule="race", model=model, cycle_momentum=False
+        optimizer, 0.01, total_steps=S * 10, rule="auto", model=model, cycle_momentum=False
     )
     start = parameters(model)
     while scheduler.searching:
         scheduler.step(None)
     assert same(parameters(model), start)
-    assert scheduler._round.steering.found == [1.0]
+    assert scale_of(scheduler) == 1.0
     assert "stays" in scheduler.verdict
+
+
+def hooks_of(model: nn.Module, optimizer: Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(model._forward_pre_hooks)
+
+
+def test_hooks_are_removed_after_the_first_step() -> None:
+    """The first forward takes the snapshot, the first step evaluates the initial weights."""
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    scheduler = OneCycleAutoLR(
+        optimizer, 0.01, total_steps=5000, rule="auto", model=model, probe=common(model)
+    )
+    assert hooks_of(model, optimizer) == 2
+    scheduler.step(None)
+    assert hooks_of(model, optimizer) == 2, "a step that was skipped has changed nothing"
+    scheduler.step(learn(model, optimizer, 0, 0))
+    assert hooks_of(model, optimizer) == 0
+
+
+def test_hooks_of_the_user_are_called_beside_those_of_the_search() -> None:
+    """Also those that were registered later: torch goes through all of them in a step."""
+    model, called = toy(wrap=False), []
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    scheduler = OneCycleAutoLR(optimizer, 0.01, total_steps=5000, rule="auto", model=model)
+    optimizer.register_step_pre_hook(lambda *_: called.append("after"))
+    for step in range(2):
+        scheduler.step(learn(model, optimizer, step, 0))
+    assert called == ["before", "after"] * 2
 
 
 @pytest.mark.parametrize(
@@ -226,22 +279,22 @@ def test_a_run_that_skips_every_step_keeps_its_schedule() -> None:
         lambda o: CyclicLR(o, 0.1, 0.5, step_size_up=20),
     ],
 )
-def test_the_peak_of_a_schedule_is_found_and_the_schedule_put_back(make: Any) -> None:
+def test_the_shape_of_a_schedule_is_known_and_the_schedule_put_back(make: Any) -> None:
     def rates(peek: bool) -> list[float]:
         optimizer = AdamW(toy(wrap=False).parameters(), lr=0.5)
         scheduler = make(optimizer)
         before = dict(optimizer.param_groups[0])
-        outline = outline_of(scheduler, 100) if peek else None
+        shape = shape_of(scheduler, 100) if peek else None
         assert optimizer.param_groups[0] == before, "a cycled momentum too"
         seen = [optimizer.param_groups[0]["lr"]]
         for _ in range(100):
             optimizer.step()
             scheduler.step()
             seen.append(optimizer.param_groups[0]["lr"])
-        if outline is not None:
-            assert outline.peaks == (max(seen),)
-            assert outline.mean == pytest.approx(sum(seen) / len(seen) / max(seen))
-            assert outline.share([max(seen) / 4]) == 0.25
+        if shape is not None:
+            assert shape.peaks == (max(seen),)
+            assert shape.mean == pytest.approx(sum(seen) / len(seen) / max(seen))
+            assert shape.share([max(seen) / 4]) == 0.25
         return seen
 
     assert rates(True) == rates(False)
@@ -258,7 +311,8 @@ def test_the_probe_leaves_no_trace() -> None:
             yield model(torch.randn(3, 4)).sum() + random.random()
 
     before = torch.get_rng_state(), random.getstate(), bits(model.state_dict())
-    assert len(Probe(losses, model, 3)()) == 3
+    engine = Engine(AdamW(model.parameters()), model)
+    assert len(Probe(losses, engine, 3)()) == 3
     assert seen == [(False, False)] * 3
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
@@ -279,7 +333,7 @@ def test_a_probe_that_is_no_probe(losses: Any, message: str) -> None:
 
 
 def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
-    """No race, no probe, and torch's own learning rates."""
+    """No search, no probe, and torch's own learning rates."""
     model, other, called = toy(wrap=False), toy(wrap=False), []
     optimizer = AdamW(model.parameters(), lr=0.1)
     plain = AdamW(other.parameters(), lr=0.1)
@@ -287,8 +341,9 @@ def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
         scheduler = OneCycleAutoLR(
             optimizer, 0.1, total_steps=3000, rule="auto", model=model, probe=called.append
         )
-    assert "3000 steps are too few for 1 replicas, 3429 would do" in caplog.text
-    assert not scheduler.searching
+    assert "3000 steps are too few for 1 replicas, it needs 3429" in caplog.text
+    assert scheduler.phase == "plain"
+    assert scheduler.verdict == "no search was run: the run is too short"
     reference = OneCycleLR(plain, 0.1, total_steps=3000)
     for step in range(5):
         assert scheduler.get_last_lr() == reference.get_last_lr()
@@ -305,89 +360,102 @@ def test_wrong_use_is_refused_at_once() -> None:
     optimizer = AdamW(model.parameters(), lr=0.1)
     inner = CosineAnnealingLR(optimizer, 100)
     with pytest.raises(ValueError, match="must know its length: set total_steps"):
-        AutoLR(inner, HDETConfig(rule="race"))
-    with pytest.raises(ValueError, match="leaves heats of"):
-        AutoLR(inner, HDETConfig(rule="race", total_steps=50))
-    with pytest.raises(ValueError, match="asks for no probe"):
+        AutoLR(inner, HDETConfig(rule="auto"))
+    with pytest.raises(ValueError, match="moves the learning rates of all param groups together"):
+        AutoLR(inner, HDETConfig(total_steps=5000), factors=learning_rates(optimizer))
+    with pytest.raises(ValueError, match="rule='paper' asks for no probe"):
         AutoLR(inner, HDETConfig(rule="paper"), probe=list)
     with pytest.raises(TypeError, match="callable that yields losses"):
-        AutoLR(inner, HDETConfig(rule="race", total_steps=5000), probe=3)  # type: ignore[arg-type]
+        AutoLR(inner, HDETConfig(rule="auto", total_steps=5000), probe=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="total_steps must be at least 1"):
-        HDETConfig(rule="race", total_steps=0)
+        HDETConfig(rule="auto", total_steps=0)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-@sighted
-def _a_whole_run(rank: int, size: int, kind: str, lr: float) -> Any:
-    """The race, then the run; the same rates on every rank once it is over."""
-    run = Run(rank, kind, lr)
+@without_long_stage
+def _a_whole_run(rank: int, size: int, kind: str, lr: float, probed: bool) -> Any:
+    """The search, then the run; the same rates on every rank once the search is over."""
+    run = Run(rank, kind, lr, probed=probed)
     start = parameters(run.model)
     with traffic() as during:
-        while run.scheduler.searching:
-            run.train(run.step + 1)
-        raced = run.step
+        run.search()
+        searched = run.step
         back = same(parameters(run.model), start)
     with traffic() as after:
-        run.train(raced + 20)
+        run.train(searched + 20)
+    scale = scale_of(run.scheduler)
     run.train(S)
-    found = run.scheduler._round.steering.found[0]
+    assert not any(r.restart for r in run.records if r.kind == "evaluation")
     return {
-        "raced": raced, "back": back, "during": during, "after": after, "found": found,
+        "searched": searched, "back": back, "during": during, "after": after, "scale": scale,
         "rates": run.rates, "parameters": parameters(run.model), "records": run.records,
         "rounds": run.rounds,
     }  # fmt: skip
 
 
-def _plain(rank: int, size: int, raced: int, rates: list[float]) -> tuple[list[Tensor], Any]:
-    """Plain DDP at the rates of the run, from where the race left off."""
+def _plain(rank: int, size: int, first: int, rates: list[float]) -> tuple[list[Tensor], Any]:
+    """Plain DDP at the rates of the run, from the end of the search on."""
     model = toy(rank, norm=True, rebuild=False)
     optimizer = optimizer_for(model)
 
-    def train(first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.param_groups[0]["lr"] = rates[step - raced]
+    def train(begin: int, end: int) -> None:
+        for step in range(begin, end):
+            optimizer.param_groups[0]["lr"] = rates[step - first]
             learn(model, optimizer, step, rank)
 
     with traffic() as counted:
-        train(raced, raced + 20)
-    train(raced + 20, S)
+        train(first, first + 20)
+    train(first + 20, S)
     return parameters(model), counted
 
 
+@pytest.mark.parametrize("probed", [False, True], ids=["no probe", "watched"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_the_race_the_run_is_plain_ddp_bit_for_bit(pair: Fleet, kind: str) -> None:
-    one, two = pair.run(_a_whole_run, kind, 3e-5)
-    assert one["raced"] == two["raced"] <= 0.085 * S
+def test_after_the_search_the_run_is_plain_ddp_bit_for_bit(
+    pair: Fleet, kind: str, probed: bool
+) -> None:
+    one, two = pair.run(_a_whole_run, kind, 3e-5, probed)
+    searched = one["searched"]
+    assert searched == two["searched"] <= 0.085 * S
     assert one["back"]
     assert two["back"]
-    assert one["found"] == two["found"] > 4
-    # One all-reduce a heat, four heats for two replicas in each stage.
-    assert one["during"] == {"allreduce_": 8}
-    assert one["rates"][one["raced"] :] == two["rates"][two["raced"] :]
-    assert one["rates"][: one["raced"]] != two["rates"][: two["raced"]]
-    plain = pair.run(_plain, one["raced"], one["rates"][one["raced"] :])
+    assert one["scale"] == two["scale"] > 4
+    # One all-reduce a trial, four trials for two replicas in each stage; one for the watch.
+    assert one["during"] == {"allreduce_": 8 + probed}
+    assert one["rates"][searched:] == two["rates"][searched:]
+    assert one["rates"][:searched] != two["rates"][:searched]
+    plain = pair.run(_plain, searched, one["rates"][searched:])
     assert same(one["parameters"], two["parameters"], *(weights for weights, _ in plain))
-    assert one["after"] == plain[0][1]
     assert one["rounds"] == [], "on_round gives rounds only"
-    *trials, end = one["records"]
+    trials, end, evaluations = one["records"][:8], one["records"][8], one["records"][9:]
+    early = sum(record.step <= searched + 20 for record in evaluations)
+    assert one["after"] - plain[0][1] == ({"allreduce_": early} if probed else {})
     assert [r.kind for r in trials] == ["trial"] * 8
+    assert [r.kind for r in evaluations] == ["evaluation"] * len(evaluations)
+    assert bool(evaluations) is (early > 0) is probed
     assert [r.trial for r in trials] == list(range(8))
     assert [r.stage for r in trials] == ["coarse"] * 4 + ["fine"] * 4
     assert [bool(r.verdict) for r in trials] == [False, False, False, True] * 2
     assert (end.kind, end.trials, end.completed) == ("search", 8, True)
-    assert end.step == trials[-1].step == one["raced"]
+    assert end.step == trials[-1].step == searched
     assert end.verdict == trials[-1].verdict
-    assert end.verdict.startswith("found")
+    assert end.verdict.startswith("proposed")
     assert end.initial == {"lr/group0": 3e-5}
-    assert end.taken == {"lr/group0": 3e-5 * one["found"]}
+    assert end.taken == {"lr/group0": pytest.approx(3e-5 * one["scale"], rel=1e-12)}
+    begin = 0
+    for record in trials:
+        for rank, run in enumerate((one, two)):
+            used = max(run["rates"][begin : record.step])
+            assert record.rates["lr/group0"][rank] == pytest.approx(used, rel=1e-12)
+        begin = record.step
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_schedule_is_played_in_the_steps_that_are_left(pair: Fleet, kind: str) -> None:
-    got = pair.run(_a_whole_run, kind, 0.01)[0]
-    rates = [x / got["found"] for x in got["rates"][got["raced"] :]]
+    got = pair.run(_a_whole_run, kind, 0.01, False)[0]
+    rates = [x / got["scale"] for x in got["rates"][got["searched"] :]]
     optimizer = AdamW(toy(wrap=False).parameters(), lr=0.01)
     inner: Any = CosineAnnealingLR(optimizer, S)
     if kind == "one cycle":
@@ -399,31 +467,37 @@ def test_the_whole_schedule_is_played_in_the_steps_that_are_left(pair: Fleet, ki
         whole.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         inner.step()
-    left = S - got["raced"]
+    left = S - got["searched"]
     expected = [whole[t * S // left] for t in range(left)]
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
-def _interrupted(rank: int, size: int, kind: str, moment: int) -> tuple[Any, Any]:
-    whole = Run(rank, kind)
+def _interrupted(rank: int, size: int, kind: str, moment: int, probed: bool) -> Any:
+    whole = Run(rank, kind, probed=probed)
     whole.train(moment)
-    saved = whole.save()
+    saved, phase = whole.save(), whole.scheduler.phase
     whole.train(moment + 60)
-    again = Run(rank, kind)
+    again = Run(rank, kind, probed=probed)
     again.load(saved)
+    assert again.scheduler.phase == phase
     again.train(moment + 60)
-    return whole.everything(), again.everything()
+    return whole.everything(), again.everything(), phase
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", [1, 4, 5, 16, 30, 44, 200])
-def test_resume_is_bit_for_bit_in_every_phase(pair: Fleet, kind: str, moment: int) -> None:
-    for whole, again in pair.run(_interrupted, kind, moment):
+@pytest.mark.parametrize("probed", [False, True], ids=["no probe", "probe"])
+def test_resume_is_bit_for_bit_in_every_phase(
+    pair: Fleet, kind: str, moment: int, probed: bool
+) -> None:
+    for whole, again, phase in pair.run(_interrupted, kind, moment, probed):
         assert whole == again
+        if moment != 44:
+            assert phase == ("searching" if moment < 44 else "watched" if probed else "plain")
 
 
 def _agreed(rank: int, size: int, moment: int) -> Any:
-    """One checkpoint for all ranks, made in the middle of a heat."""
+    """One checkpoint for all ranks, made in the middle of a trial."""
     run = Run(rank)
     start = parameters(run.model)
     run.train(moment)
@@ -438,7 +512,7 @@ def _agreed(rank: int, size: int, moment: int) -> Any:
 
 
 @pytest.mark.parametrize("moment", [2, 20, 35])
-def test_a_checkpoint_for_all_starts_the_heat_again(pair: Fleet, moment: int) -> None:
+def test_a_checkpoint_for_all_starts_the_trial_again(pair: Fleet, moment: int) -> None:
     for agreed, whole, again in pair.run(_agreed, moment):
         assert agreed
         assert whole == again
@@ -457,20 +531,19 @@ def _orphan(rank: int, size: int) -> str:
 
 
 def _saves_too_often(rank: int, size: int) -> Any:
-    """One checkpoint for all every third step, where heats have four and more."""
+    """One checkpoint for all every third step, where trials have four and more."""
     run = Run(rank)
-    start = parameters(run.model)
+    start, longest = parameters(run.model), run.scheduler.present_phase.rule.longest
     while run.scheduler.searching and run.step < S:
         run.train(run.step + 1)
         if run.step % 3 == 0:
             run.scheduler.agree_for_checkpoint()
-    hooks = len(run.optimizer._optimizer_step_pre_hooks) + len(run.model._forward_pre_hooks)
-    longest, back = run.scheduler._search.rule.longest, same(parameters(run.model), start)
-    return run.step, longest, back, hooks, run.records[-1]
+    hooks, back = hooks_of(run.model, run.optimizer), same(parameters(run.model), start)
+    return run.step, longest, back, hooks, run.records[-1], run.scheduler.phase
 
 
-def test_a_race_that_never_ends_is_given_up(pair: Fleet) -> None:
-    for steps, longest, back, hooks, record in pair.run(_saves_too_often):
+def test_a_search_that_never_ends_is_given_up(pair: Fleet) -> None:
+    for steps, longest, back, hooks, record, phase in pair.run(_saves_too_often):
         assert 2 * longest <= steps < 2 * longest + 3
         assert back
         assert hooks == 0
@@ -478,10 +551,11 @@ def test_a_race_that_never_ends_is_given_up(pair: Fleet) -> None:
         assert (record.kind, record.completed) == ("search", False)
         assert record.step == steps, "a reader of the log knows where the run begins"
         assert record.taken == record.initial
+        assert phase == "plain"
 
 
-def test_a_finished_race_is_carried_into_a_run_that_runs_none() -> None:
-    """Resumed where auto leaves the race out: the schedule stays compressed, no hook is left."""
+def test_a_finished_search_is_carried_into_a_run_that_runs_none() -> None:
+    """Resumed where auto leaves the search out: the schedule stays compressed, no hook is left."""
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.01)
 
@@ -495,15 +569,48 @@ def test_a_finished_race_is_carried_into_a_run_that_runs_none() -> None:
         first.step(learn(model, optimizer, first.steps_done, 0))
     state = copy.deepcopy(first.state_dict())
     first.detach()
-    with mock.patch("hdet_scale.phases.assembly.ENOUGH", 100):
+    with short_runs(100):
         other = scheduler(3500)
     assert not other.searching
     other.load_state_dict(state)
     assert other.steps_done == first.steps_done > 0
-    assert [other._turns() for _ in range(50)] == [first._turns() for _ in range(50)]
+    assert other.phase == first.phase == "watched"
+    turns = [[s._run.turn() for _ in range(50)] for s in (first, other)]
+    assert turns[0] == turns[1]
+    assert sum(turn.steps for turn in turns[0]) > 50
     other.detach()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not model._forward_pre_hooks
+    assert hooks_of(model, optimizer) == 0
+
+
+@pytest.mark.parametrize("total", [100, 5000])
+def test_a_state_from_within_a_search_of_another_length_is_refused(total: int) -> None:
+    """Before anything is changed; also by a run that is too short for a search."""
+
+    def scheduler(total: int) -> Any:
+        model = toy(wrap=False)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        return OneCycleAutoLR(optimizer, 0.01, total_steps=total, rule="auto", model=model)
+
+    state, other = scheduler(4000).state_dict(), scheduler(total)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=f"4000 steps, and this run has 1 and {total}: resume"):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+
+
+def test_a_search_is_left_out_by_a_run_with_another_rule() -> None:
+    model = toy(wrap=False)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    first = OneCycleAutoLR(optimizer, 0.01, total_steps=4000, rule="auto", model=model)
+    state = first.state_dict()
+    first.detach()
+    for rule, spread, phase in (("none", 0.0, "plain"), ("paper", 0.1, "exploring")):
+        other = OneCycleAutoLR(
+            optimizer, 0.01, total_steps=4000, config=HDETConfig(rule=rule, spread=spread)
+        )
+        other.load_state_dict(state)
+        assert other.phase == phase
+        other.detach()
 
 
 def test_teams_leave_nothing_behind_when_detached() -> None:
@@ -511,7 +618,7 @@ def test_teams_leave_nothing_behind_when_detached() -> None:
     optimizer = AdamW(model.parameters(), lr=0.01)
     where = Replicas(rank=0, size=16)
     scheduler = OneCycleAutoLR(
-        optimizer, 0.01, total_steps=S, rule="race", model=model, replicas=where, gradients="local"
+        optimizer, 0.01, total_steps=S, rule="auto", model=model, replicas=where, gradients="local"
     )
     hooked = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
     assert hooked == [1] * len(hooked)
@@ -519,35 +626,49 @@ def test_teams_leave_nothing_behind_when_detached() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_a_state_from_within_a_heat_needs_each_replicas_own(pair: Fleet) -> None:
+def test_a_state_from_within_a_trial_needs_each_replicas_own(pair: Fleet) -> None:
     for said in pair.run(_orphan):
         assert "load replica_state_dict() too" in said
 
 
-def _one_bad(rank: int, size: int) -> Any:
+def _not_finite(rank: int, size: int, bad: tuple[int, ...]) -> Any:
+    """The weights of some replicas are NaN after each step of the search."""
     run = Run(rank)
-    for _ in range(S // 4):
-        run.rates.append(0.0)
+    start = parameters(run.model), buffers(run.model)
+    while run.scheduler.searching:
         loss = learn(run.model, run.optimizer, run.step, rank)
-        if rank == 1 and run.scheduler.searching:
+        if rank in bad:
             with torch.no_grad():
-                next(run.model.parameters()).fill_(math.nan)
+                for tensor in (*run.model.parameters(), *run.model.buffers()):
+                    if tensor.is_floating_point():
+                        tensor.fill_(math.nan)
         run.scheduler.step(loss)
         run.step += 1
-    return run.scheduler._round.steering.found, parameters(run.model), run.scheduler.verdict
+    fresh = not any(run.optimizer.state.values())
+    back = fresh and same(parameters(run.model), start[0]) and same(buffers(run.model), start[1])
+    scale, verdict = scale_of(run.scheduler), run.scheduler.verdict
+    run.train(S // 4)
+    return back, scale, verdict, parameters(run.model)
 
 
-def test_a_replica_of_nans_is_not_heard_and_goes_back_whole(pair: Fleet) -> None:
-    (one, weights, said), (two, other, _) = pair.run(_one_bad)
-    assert one == two
-    assert same(weights, other)
-    assert all(bool(w.isfinite().all()) for w in weights), said
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
+def test_replicas_of_nans_are_left_out_and_go_back_whole(pair: Fleet, bad: tuple[int, ...]) -> None:
+    one, two = pair.run(_not_finite, bad)
+    assert one[0]
+    assert two[0]
+    assert one[1:3] == two[1:3]
+    if len(bad) == 2:
+        assert one[1] == 1.0
+        assert one[2] == "no trial of the fine stage stayed finite: the initial rate stays"
+    assert same(one[3], two[3])
+    assert all(bool(w.isfinite().all()) for w in one[3]), one[2]
 
 
 def _unwrapped(rank: int, size: int) -> str:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.1)
-    scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="race", cycle_momentum=False)
+    with short_runs(4):
+        scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="auto", cycle_momentum=False)
     try:
         scheduler.step(learn(model, optimizer, 0, rank))
     except RuntimeError as error:
@@ -555,7 +676,7 @@ def _unwrapped(rank: int, size: int) -> str:
     return ""
 
 
-def test_replicas_that_cannot_part_are_refused(pair: Fleet) -> None:
+def test_replicas_whose_gradients_cannot_stay_local_are_refused(pair: Fleet) -> None:
     for said in pair.run(_unwrapped):
         assert "pass model=" in said
 
@@ -568,12 +689,11 @@ def _gradients(rank: int, size: int) -> list[list[Tensor]]:
         run.optimizer.zero_grad()
         (run.model(x) - y).square().mean().backward()
         out.append([p.grad.clone() for p in run.model.parameters() if p.grad is not None])
-        while run.scheduler.searching:
-            run.train(run.step + 1)
+        run.search()
     return out
 
 
-def test_gradients_stay_local_in_the_race_and_are_shared_after_it(pair: Fleet) -> None:
+def test_gradients_stay_local_in_the_search_and_are_shared_after_it(pair: Fleet) -> None:
     one, two = pair.run(_gradients)
     assert not same(one[0], two[0])
     assert same(one[1], two[1])
@@ -611,15 +731,14 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
     assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
 
 
-@sighted
+@without_long_stage
 def _wide(rank: int, size: int, lr: float) -> Any:
-    """From far too high it is contested, and nobody looks at the run: what is found is taken."""
-    with mock.patch("hdet_scale.search.decision.Race.settle"):
-        run = Run(rank, lr=lr, how="sgd", total=8 * S)
-        while run.scheduler.searching:
-            run.train(run.step + 1)
+    """The proposed rate; from far too high it is contested, and the run begins with the initial."""
+    run = Run(rank, lr=lr, how="sgd", total=8 * S)
+    rule = run.scheduler.present_phase.rule
+    run.search()
     run.train(run.step + 3)
-    return run.scheduler._search.rule.scale * lr, parameters(run.model)
+    return rule.scale * lr, parameters(run.model)
 
 
 def test_four_replicas_from_far_below_and_far_above_meet(quartet: Fleet) -> None:
@@ -629,9 +748,9 @@ def test_four_replicas_from_far_below_and_far_above_meet(quartet: Fleet) -> None
     assert abs(math.log2(low[0][0] / high[0][0])) < 2.5, (low[0][0], high[0][0])
 
 
-@sighted
+@without_long_stage
 def _sharded(rank: int, size: int) -> Any:
-    """Two replicas of two shards each race, go back, and train on with shared gradients."""
+    """Two replicas of two shards search, go back, and train on with shared gradients."""
     mesh = fsdp.build_mesh(shards=2, device="cpu")
     torch.manual_seed(0)
     model = toy(wrap=False)
@@ -639,10 +758,11 @@ def _sharded(rank: int, size: int) -> Any:
     fully_shard(model, mesh=mesh["shard"])
     start = [p.to_local().clone() for p in model.parameters()]
     optimizer = AdamW(model.parameters(), lr=3e-5)
-    config = HDETConfig(rule="race", total_steps=S)
+    config = HDETConfig(rule="auto", total_steps=S)
     inner = CosineAnnealingLR(optimizer, S)
     where = Replicas.from_mesh(mesh)
-    scheduler = AutoLR(inner, config, replicas=where, probe=common(model))
+    with short_runs(4):
+        scheduler = AutoLR(inner, config, replicas=where, probe=common(model))
     with fsdp.attach(model, optimizer, scheduler, mesh=mesh) as hdet:
         step, gradients = 0, []
         while scheduler.searching:
@@ -655,14 +775,20 @@ def _sharded(rank: int, size: int) -> Any:
             gradients.append(model.inner.weight.grad.to_local().clone())
             step += 1
         mine = [p.to_local().clone() for p in model.parameters()]
-        found = scheduler._round.steering.found[0]
-        return back, found, mine, gradients[0], gradients[-1], hdet.replicas.shard_rank
+        return (
+            back,
+            scale_of(scheduler),
+            mine,
+            gradients[0],
+            gradients[-1],
+            hdet.replicas.shard_rank,
+        )
 
 
-def test_sharded_replicas_race_and_go_back(quartet: Fleet) -> None:
+def test_sharded_replicas_search_and_go_back(quartet: Fleet) -> None:
     out = quartet.run(_sharded)
     assert all(back for back, *_ in out)
-    assert len({found for _, found, *_ in out}) == 1
+    assert len({scale for _, scale, *_ in out}) == 1
     assert out[0][1] > 4
     for shard in (0, 1):
         one, two = (o for o in out if o[5] == shard)
@@ -676,21 +802,22 @@ def _native(rank: int, size: int) -> str:
     model = toy(wrap=False)
     fully_shard(model, mesh=mesh)
     optimizer = AdamW(model.parameters(), lr=3e-5)
-    inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="race", total_steps=S)
+    inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="auto", total_steps=S)
     try:
-        fsdp.attach(model, optimizer, inner, config=config)
+        with short_runs(4):
+            fsdp.attach(model, optimizer, inner, config=config)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_replicas_that_hsdp_keeps_in_step_are_refused(quartet: Fleet) -> None:
+def test_replicas_whose_gradients_hsdp_averages_are_refused(quartet: Fleet) -> None:
     for said in quartet.run(_native):
         assert "mesh=mesh['shard']" in said
 
 
 class Team:
-    """Five steps of plain training on the batches of some ranks, beside those of a heat."""
+    """Plain training on the batches of some ranks, beside the first steps of a trial."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.model = ranks, toy(wrap=False)
@@ -714,7 +841,7 @@ def _teams(rank: int, size: int, engine: str) -> Any:
         mesh = fsdp.build_mesh(shards=1, device="cpu")
         fully_shard(model, mesh=mesh["shard"])
     optimizer = AdamW(model.parameters(), lr=3e-3)
-    config = HDETConfig(rule="race", total_steps=2 * S)
+    config = HDETConfig(rule="auto", total_steps=2 * S)
     where = Replicas.world() if mesh is None else Replicas.from_mesh(mesh)
     scheduler = AutoLR(
         CosineAnnealingLR(optimizer, 2 * S), config,
@@ -722,13 +849,13 @@ def _teams(rank: int, size: int, engine: str) -> Any:
     )  # fmt: skip
     if mesh is not None:
         fsdp.attach(model, optimizer, scheduler, mesh=mesh)
-    search, step, seen = scheduler._search, 0, {}
-    assert search is not None
+    search, step, seen = scheduler.present_phase, 0, {}
+    assert scheduler.searching
 
     def whole() -> list[Tensor]:
         return [local(p).detach().clone() for p in model.parameters()]
 
-    with blind(parts=2):
+    with long_stage(parts=2):
         while scheduler.searching:
             if search.step == 0:
                 mates = [rank] if search.rule.team == 1 else [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -758,19 +885,19 @@ def test_replicas_of_a_team_run_a_level_as_one(quartet: Fleet, engine: str) -> N
     assert same(long[0], long[1])
     assert same(long[2], long[3])
     assert not same(long[0], long[2])
-    assert same(*[end for _, end, _ in out]), "after the race gradients are those of all"
+    assert same(*[end for _, end, _ in out]), "after the search gradients are shared by all"
     if engine == "ddp":
         assert [hooks for *_, hooks in out] == [0] * 4
 
 
 def _interrupted_team(rank: int, size: int, moment: int) -> tuple[int, Any, Any]:
     """A checkpoint of the long stage, where replicas share gradients by two."""
-    with blind(parts=2):
+    with long_stage(parts=2):
         whole = Run(rank, total=2 * S)
-        while whole.scheduler._search.rule.team == 1:
+        while whole.scheduler.present_phase.team == 1:
             whole.train(whole.step + 1)
         whole.train(whole.step + moment)
-        saved, team = whole.save(), whole.scheduler._search.rule.team
+        saved, team = whole.save(), whole.scheduler.present_phase.team
         whole.train(end := whole.step + 60)
         again = Run(rank, total=2 * S)
         again.load(saved)
@@ -779,7 +906,7 @@ def _interrupted_team(rank: int, size: int, moment: int) -> tuple[int, Any, Any]
 
 
 @pytest.mark.parametrize("moment", [0, 7])
-def test_a_race_in_teams_goes_on_where_it_was_interrupted(quartet: Fleet, moment: int) -> None:
+def test_a_search_in_teams_goes_on_where_it_was_interrupted(quartet: Fleet, moment: int) -> None:
     for team, whole, again in quartet.run(_interrupted_team, moment):
         assert team == 2
         assert whole == again
