@@ -276,9 +276,7 @@ class AutoLR(PhasedScheduler, LRScheduler):
                 "decay='floor' needs a schedule with a known floor: AutoLR follows the scheduler "
                 "it is given; use decay='schedule', or OneCycleAutoLR"
             )
-        known = getattr(scheduler, "total_steps", None)
-        if config.total_steps is None and isinstance(known, int):
-            config = dataclasses.replace(config, total_steps=known)
+        config = with_length(config, scheduler)
         check_search(config, factors)
         engine = engine or engine_for(
             self.optimizer, model, replicas, buffers=config.converge.buffers
@@ -360,6 +358,19 @@ class AutoLR(PhasedScheduler, LRScheduler):
         self._run.schedule = [float(x) for x in state["schedule"]]
         self._load_hdet(state_dict["hdet"], self.last_epoch)
         self._write()
+
+
+def with_length(config: HDETConfig, scheduler: object) -> HDETConfig:
+    """The config with the length of the run, where the scheduler knows it and the config does not.
+
+    Args:
+        config: the user's.
+        scheduler: a torch scheduler; OneCycleLR has `total_steps`.
+    """
+    known = getattr(scheduler, "total_steps", None)
+    if config.total_steps is not None or not isinstance(known, int):
+        return config
+    return dataclasses.replace(config, total_steps=known)
 
 
 def _check_inner(scheduler: object) -> LRScheduler:
