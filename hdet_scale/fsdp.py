@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -168,6 +168,18 @@ class FSDPEngine(Engine):
             shape=param.shape,
             stride=param.stride(),
         )
+
+    def part_of(self, param: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(param, DTensor):
+            return whole
+        for dim, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                mesh, at = param.device_mesh, param.device_mesh.get_local_rank(dim)
+                parts = whole.chunk(mesh.size(dim), placement.dim)
+                # A tensor of fewer rows than shards leaves the last ones empty.
+                rest = whole.narrow(placement.dim, 0, 0)
+                whole = parts[at] if at < len(parts) else rest
+        return whole.clone()
 
 
 class Attached:

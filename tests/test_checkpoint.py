@@ -46,9 +46,7 @@ class Run:
                 seed=3,
             )
         else:
-            config = HDETConfig(
-                rule="paper", spread=0.4, interval=T, gradients=gradients, seed=3
-            )
+            config = HDETConfig(rule="paper", spread=0.4, interval=T, gradients=gradients, seed=3)
             inner = CosineAnnealingLR(self.optimizer, S)
             self.scheduler = AutoLR(inner, config, model=self.model)
         self.step = 0

@@ -607,7 +607,9 @@ def _around(rank: int, size: int) -> tuple[list[Any], list[Tensor]]:
     model = toy(rank)
     optimizer = _sgd(model.parameters())
     scheduler = AutoLR(
-        CosineAnnealingLR(optimizer, S), HDETConfig(rule="paper", spread=0.4, interval=T), model=model
+        CosineAnnealingLR(optimizer, S),
+        HDETConfig(rule="paper", spread=0.4, interval=T),
+        model=model,
     )
     rates = []
     for step in range(2 * T):
