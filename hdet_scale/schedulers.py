@@ -15,7 +15,6 @@ exactly 1.0: plain training, bit for bit.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -32,7 +31,13 @@ from hdet_scale.factors.learning_rate import learning_rates
 from hdet_scale.factors.space import Factor, check_factors
 from hdet_scale.method.losses import check_loss
 from hdet_scale.method.paper import Descent
-from hdet_scale.phases.arguments import check_groups, check_inner, check_takeover, length_of
+from hdet_scale.phases.arguments import (
+    check_groups,
+    check_inner,
+    check_takeover,
+    length_of,
+    with_length,
+)
 from hdet_scale.phases.build import check_search, make_run
 from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.runs.replay import ReplayLR
@@ -279,9 +284,7 @@ class AutoLR(PhasedScheduler, LRScheduler):
                 "decay='floor' needs a schedule with a known floor: AutoLR follows the scheduler "
                 "it is given; use decay='schedule', or OneCycleAutoLR"
             )
-        known = getattr(scheduler, "total_steps", None)
-        if config.total_steps is None and isinstance(known, int):
-            config = dataclasses.replace(config, total_steps=known)
+        config = with_length(config, scheduler)
         check_search(config, factors)
         engine = engine or engine_for(
             self.optimizer, model, replicas, buffers=config.converge.buffers

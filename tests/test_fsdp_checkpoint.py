@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from hdet_scale import ConvergePolicy, fsdp
+from hdet_scale import ConvergePolicy, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge.outer import OuterStep
-from tests.support.sharded import Sharded, build_model
+from hdet_scale.method.records import EvaluationRecord
+from tests.support.sharded import Sharded, batch, build_model, loss_of
 
 STEPS = 30
 
@@ -123,7 +126,7 @@ def test_a_run_without_hdet_reads_the_model(fleets: Any, tmp_path: Path) -> None
         assert same(params, saved[0]["full"][: len(params)])
 
 
-def _apart(rank: int, size: int, path: str) -> tuple[bool, bool]:
+def _in_mid_round(rank: int, size: int, path: str) -> tuple[bool, bool]:
     """In mid-round replicas differ; the state that is written does not."""
     run = Sharded(2, steps=STEPS)
     run.train(rank, 0, 11)
@@ -139,4 +142,141 @@ def _apart(rank: int, size: int, path: str) -> tuple[bool, bool]:
 
 
 def test_no_mixture_of_replicas_can_be_written(fleets: Any, tmp_path: Path) -> None:
-    assert fleets(4).run(_apart, str(tmp_path)) == [(False, True)] * 4
+    assert fleets(4).run(_in_mid_round, str(tmp_path)) == [(False, True)] * 4
+
+
+def _folder(rank: int, size: int, path: str) -> bool:
+    """`save` and `load` of the handle, in the middle of a round."""
+    run = Sharded(2, steps=STEPS)
+    run.train(rank, 0, 11)
+    run.hdet.save(path)
+    run.train(rank, 11, 20)
+    again = Sharded(2, steps=STEPS)
+    again.hdet.load(path)
+    again.train(rank, 11, 20)
+    return same(run.full(), again.full())
+
+
+def test_a_folder_holds_a_whole_checkpoint(fleets: Any, tmp_path: Path) -> None:
+    assert fleets(4).run(_folder, str(tmp_path / "checkpoint")) == [True] * 4
+
+
+# -- the watch of a run ---------------------------------------------------------------------------
+
+
+class Watched:
+    """A run with a search that overfits as soon as its weights are some way from their start."""
+
+    STEPS = 800
+
+    def __init__(self, rank: int, shards: int) -> None:
+        self.rank, self.step = rank, 0
+        mesh = fsdp.build_mesh(shards=shards, device="cpu")
+        self.model = build_model()
+        for layer in self.model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(self.model, mesh=mesh["shard"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        for step in range(2):  # the optimizer has moments where the search begins
+            self.learn(batch(step, 0))
+        self.start, self.began = self.own(), self.full()
+        with mock.patch("hdet_scale.phases.build.LEAST_STEPS", 5):
+            self.scheduler = OneCycleAutoLR(
+                self.optimizer,
+                1e-4,
+                self.STEPS,
+                rule="auto",
+                cycle_momentum=False,
+                replicas=Replicas.from_mesh(mesh),
+                probe=self.losses,
+            )
+            self.hdet = fsdp.attach(self.model, self.optimizer, self.scheduler, mesh=mesh)
+        self.restarts: list[int] = []
+        self.scheduler.on_record(self.note)
+
+    def own(self) -> list[Tensor]:
+        return [p.to_local().detach().clone() for p in self.model.parameters()]  # type: ignore[operator]
+
+    def full(self) -> list[Tensor]:
+        """Whole weights and moments."""
+        params = list(self.model.parameters())
+        states = [self.optimizer.state[p] for p in params]
+        tensors = [*params, *(s[name] for s in states for name in ("exp_avg", "exp_avg_sq"))]
+        counts = [s["step"].clone() for s in states]
+        return [*(t.full_tensor().detach().clone() for t in tensors), *counts]  # type: ignore[attr-defined]
+
+    def note(self, record: Any) -> None:
+        if isinstance(record, EvaluationRecord) and record.restart:
+            self.restarts.append(record.step)
+
+    def distance(self) -> float:
+        pairs = zip(self.own(), self.start, strict=True)
+        squares = torch.stack([(a - b).double().square().sum() for a, b in pairs]).sum()
+        if self.scheduler.replicas.shard_group is not None:
+            dist.all_reduce(squares, group=self.scheduler.replicas.shard_group)
+        return math.sqrt(float(squares))
+
+    def losses(self) -> Any:
+        held_out = 0.5 + math.log((self.distance() + 1e-3) / 0.3) ** 2
+        return (held_out + 0.01 * i for i in range(8))
+
+    def learn(self, x: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, x).backward()
+        self.optimizer.step()
+
+    def train(self) -> None:
+        self.learn(batch(self.step, self.rank))
+        self.scheduler.step(1.0 / (0.1 + self.distance()))
+        self.step += 1
+
+    def until_restart(self) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """The steps of restarts, weights and moments after the first of them, and three steps
+        later."""
+        while not self.restarts:
+            assert self.step < self.STEPS
+            self.train()
+        back = self.full()
+        for _ in range(3):
+            self.train()
+        return self.restarts, back, self.full()
+
+
+def _restarted(rank: int, size: int, shards: int, path: str) -> Any:
+    """Saved three steps into the watch, and gone on with."""
+    run = Watched(rank, shards)
+    while not run.scheduler.watching:
+        run.train()
+    for _ in range(3):
+        run.train()
+    run.hdet.save(path)
+    step, restarts, back, end = run.step, *run.until_restart()
+    return step, restarts, back, end, same(back, run.began)
+
+
+def _restarted_after_load(rank: int, size: int, shards: int, path: str, step: int) -> Any:
+    run = Watched(rank, shards)
+    run.hdet.load(path)
+    run.step = step
+    assert run.scheduler.watching
+    return run.until_restart()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 1), (2, 4), (1, 2)])
+def test_a_watch_goes_on_and_restarts_in_another_layout(
+    fleets: Any, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    """Four ranks; `saved` and `loaded` are the shards of a replica. The snapshot of whole replicas
+    is cut into shards, that of shards put together."""
+    path = str(tmp_path / "checkpoint")
+    wanted = fleets(4).run(_restarted, saved, path)
+    step, restarts, back, end, is_start = wanted[0]
+    assert is_start
+    for again in fleets(4).run(_restarted_after_load, loaded, path, step):
+        assert again[0] == restarts
+        assert same(again[1], back)
+        if saved == loaded:
+            assert same(again[2], end)
+        for a, b in zip(again[2], end, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

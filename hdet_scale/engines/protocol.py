@@ -4,7 +4,7 @@
     what to do after they were written            refresh
     whose gradients are averaged with whose       share_within, sharers
     how the held-out loss is computed             evaluating
-    what a snapshot holds and how it is saved     stepped, loss_scale, as_saved
+    what a snapshot holds and how it is saved     stepped, loss_scale, as_saved, part_of
 
 The class below is also the plainest engine: each process is a replica, a torch optimizer steps
 whole parameters, and nothing wraps the model. DDP (`hdet_scale.ddp`), FSDP2 (`hdet_scale.fsdp`)
@@ -217,6 +217,10 @@ class Engine:
         layout; `resharded` says so.
         """
         return value
+
+    def part_of(self, param: Tensor, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, a whole tensor shaped like `param`."""
+        return whole
 
     resharded = True
     """Whether a sharded snapshot can be loaded by another number of shards."""

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet_scale.config import HDETConfig
 from hdet_scale.fsdp.sharded import FSDPEngine, sharded_modules
 from hdet_scale.fsdp.state import Checkpoint, load_local_state, local_state
+from hdet_scale.phases.arguments import with_length
 from hdet_scale.phases.build import searches
 from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.schedulers import AutoLR
@@ -86,18 +87,21 @@ def attach(
         mesh: replicas x shards; found from the model's DTensors where it is None.
         gradients: "shared" or "local"; the scheduler's where it is None.
         replica, shard: names of the mesh's dimensions.
-        config: for a plain torch scheduler.
+        config: for a plain torch scheduler; HDETConfig() where it is None.
 
     Raises:
         ValueError: where the layout has no replicas, or cannot keep gradients from crossing them.
     """
     modules = sharded_modules(model)
     replicas = _replicas(model, mesh, replica, shard)
-    settings = scheduler.config if isinstance(scheduler, PhasedScheduler) else config
-    settings = settings or HDETConfig()
+    settings = (
+        scheduler.config
+        if isinstance(scheduler, PhasedScheduler)
+        else with_length(config or HDETConfig(), scheduler)
+    )
     mode, buffers = gradients or settings.gradients, settings.converge.buffers
     engine = FSDPEngine(optimizer, model, replicas, modules=modules, buffers=buffers)
-    _check_layout(engine, mode, _searches(scheduler, config, replicas))
+    _check_layout(engine, mode, _searches(scheduler, settings, replicas))
     phased = _phased(scheduler, config, replicas)
     phased.attach_engine(engine, mode)
     return Attached(engine, phased)
@@ -210,7 +214,7 @@ def _check_layout(engine: FSDPEngine, gradients: str, searching: bool) -> None:
         )
 
 
-def _searches(scheduler: LRScheduler, config: HDETConfig | None, replicas: Replicas) -> bool:
+def _searches(scheduler: LRScheduler, config: HDETConfig, replicas: Replicas) -> bool:
     if isinstance(scheduler, PhasedScheduler):
         return scheduler.searching
-    return config is not None and searches(config, replicas, config.total_steps or 0)
+    return config.total_steps is not None and searches(config, replicas, config.total_steps)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from hdet_scale.engines.protocol import Engine
@@ -82,6 +82,18 @@ class FSDPEngine(Engine):
             shape=param.shape,
             stride=param.stride(),
         )
+
+    def part_of(self, param: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(param, DTensor):
+            return whole
+        for dim, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                mesh, at = param.device_mesh, param.device_mesh.get_local_rank(dim)
+                parts = whole.chunk(mesh.size(dim), placement.dim)
+                # A tensor of fewer rows than shards leaves the last ones empty.
+                rest = whole.narrow(placement.dim, 0, 0)
+                whole = parts[at] if at < len(parts) else rest
+        return whole.clone()
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

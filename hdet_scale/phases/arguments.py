@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch.optim import Optimizer
@@ -60,3 +61,16 @@ def check_groups(optimizer: Optimizer, given: Mapping[str, object]) -> None:
             f"{type(optimizer).__name__} has no momentum and no betas to cycle, got "
             "cycle_momentum=True: pass cycle_momentum=False"
         )
+
+
+def with_length(config: HDETConfig, scheduler: object) -> HDETConfig:
+    """The config with the length of the run, where the scheduler knows it and the config does not.
+
+    Args:
+        config: the user's.
+        scheduler: a torch scheduler; OneCycleLR has `total_steps`.
+    """
+    known = getattr(scheduler, "total_steps", None)
+    if config.total_steps is not None or not isinstance(known, int):
+        return config
+    return dataclasses.replace(config, total_steps=known)

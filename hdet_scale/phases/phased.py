@@ -316,8 +316,11 @@ class PhasedScheduler:
         snapshot_files.save(Path(folder), self.snapshot)
 
     def load_snapshot(self, folder: str | Path) -> None:
-        """Load what `save_snapshot` saved, after `load_state_dict`; every rank calls it."""
-        if self.watching:
+        """Load what `save_snapshot` saved, after `load_state_dict`; every rank calls it.
+
+        Does nothing where the state itself held the snapshot: whole replicas saved it.
+        """
+        if self.watching and self.snapshot is None:
             found = snapshot_files.load(Path(folder), self._run.engine)
             if found is not None:
                 self.restore_snapshot(found)

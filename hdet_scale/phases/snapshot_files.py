@@ -63,7 +63,7 @@ def save(folder: Path, snapshot: Snapshot | None) -> None:
 
 def load(folder: Path, engine: Engine) -> dict[str, Any] | None:
     """What `save` saved, as a snapshot's state; collective. None where there is nothing to load."""
-    if engine.replicas.shard_size == 1 or not (folder / FOLDER).is_dir():
+    if not (folder / FOLDER).is_dir():
         return None
     about = _about(folder, engine)
     if about is None:

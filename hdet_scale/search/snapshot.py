@@ -23,13 +23,15 @@ class Snapshot:
 
     Args:
         engine: whose tensors are kept.
-        state: what another snapshot of the same model returned from `state_dict`.
+        state: what another snapshot of the same model returned from `state_dict`. Where that was
+            of whole replicas and these are sharded, this rank's part of it is taken.
     """
 
     def __init__(self, engine: Engine, state: Mapping[str, Any] | None = None) -> None:
         self.engine, self.params = engine, engine.stepped()
         if state is not None:
-            self.tensors, self.state = list(state["tensors"]), list(state["state"])
+            self.tensors = [self._part(t, i) for i, t in enumerate(state["tensors"])]
+            self.state = [self._parts(kept, i) for i, kept in enumerate(state["state"])]
             self.options, self.scale = list(state["options"]), dict(state["scale"])
             return
         self.tensors = [_copy(t) for t in self._targets()]
@@ -41,6 +43,19 @@ class Snapshot:
     def _targets(self) -> list[Tensor]:
         """The parameters themselves: an fp32 master is part of the optimizer's state."""
         return [local(t) for t in (*self.params, *self.engine.buffers())]
+
+    def _part(self, value: Tensor, index: int) -> Tensor:
+        """`value` as this rank holds it, of the parameter or buffer with this index."""
+        if index >= len(self.params) or value.dim() == 0:
+            return value
+        param = self.params[index]
+        whole = value.shape == param.shape != local(param).shape
+        return self.engine.part_of(param, value) if whole else value
+
+    def _parts(self, kept: Mapping[str, Any] | None, index: int) -> dict[str, Any] | None:
+        if kept is None:
+            return None
+        return {k: self._part(v, index) if isinstance(v, Tensor) else v for k, v in kept.items()}
 
     @torch.no_grad()
     def restore(self) -> None:

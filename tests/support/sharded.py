@@ -109,9 +109,9 @@ def on_ddp(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step(loss)
-    apart = [p.detach().clone() for p in model.parameters()]
+    diverged = [p.detach().clone() for p in model.parameters()]
     scheduler.finalize()
-    return apart, scheduler.get_base_lr(), [p.detach().clone() for p in model.parameters()]
+    return diverged, scheduler.get_base_lr(), [p.detach().clone() for p in model.parameters()]
 
 
 def on_fsdp(
@@ -120,6 +120,6 @@ def on_fsdp(
     run = Sharded(shards, gradients, steps=steps, native=native)
     run.train(rank, 0, steps)
     count = len(list(run.model.parameters()))
-    apart = run.full()[:count]
+    diverged = run.full()[:count]
     run.hdet.finalize()
-    return apart, run.scheduler.get_base_lr(), run.full()[:count]
+    return diverged, run.scheduler.get_base_lr(), run.full()[:count]
