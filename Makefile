@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # DeepSpeed on a machine without a GPU; a user's own choice wins.
 export DS_ACCELERATOR ?= cpu
 
-.PHONY: demo test lint types bench install clean
+.PHONY: demo test quick lint types bench install clean
 .DEFAULT_GOAL := test
 
 install: $(READY)
@@ -30,6 +30,10 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# For everyday work: under two minutes, without the tests that start processes.
+quick: lint
+	$(BIN)/python -m pytest -q -m "not processes"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     hdet = attach(model, optimizer, scheduler, HDETConfig(...))        # the loop stays as it is
 
-Every process is a replica (DDP). The loss is heard by a forward hook on the model; the schedule
+Every process is a replica (DDP). The loss is read by a forward hook on the model; the schedule
 is the user's own, counted once an optimizer step.
 """
 
@@ -58,12 +58,12 @@ class AttachedLoop(Counted):
             return
         whole, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
         if whole is None or labels is None:
-            self.hear(loss)
+            self.add_loss(loss)
             return
         # The Trainer asks for a sum over this batch's tokens, divided by the tokens of the whole
         # step on all processes: turn it back into this replica's mean.
         mine = _targets(module, labels)
-        self.hear(loss * whole / mine, mine)
+        self.add_loss(loss * whole / mine, mine)
 
     def detach(self) -> None:
         self._listening.remove()

@@ -61,7 +61,7 @@ class HDETCallback(Callback):  # type: ignore[misc]  # no types for us
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Lightning has divided the loss for accumulation: the parts add up to it."""
         if self.counted is not None:
-            self.counted.hear(loss * trainer.accumulate_grad_batches)
+            self.counted.add_loss(loss * trainer.accumulate_grad_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Into every checkpoint of Lightning's."""

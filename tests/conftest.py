@@ -21,6 +21,15 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes, by its fixtures: `make quick` leaves it out. A file that starts
+    processes in another way says so by its own `pytestmark`."""
+    starting = {"fleets", "four", "device_pair", "browser"}
+    for item in items:
+        if starting & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.processes)
+
+
 @pytest.fixture(scope="module")
 def fleets() -> Iterator[Callable[[int], Fleet]]:
     """The fleet of a size; started by the first case it is given, kept to the end of the file:

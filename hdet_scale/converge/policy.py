@@ -30,7 +30,7 @@ class ConvergePolicy:
     buffers: bool = True
     """Average the model's float buffers too (BatchNorm statistics), when the model is known."""
     moments: bool | None = None
-    """Average the optimizer's moments. None: where replicas' moments drift apart, that is with
+    """Average the optimizer's moments. None: where replicas' moments diverge, that is with
     local gradients, or with a weight decay that is added to the gradient."""
 
     def __post_init__(self) -> None:

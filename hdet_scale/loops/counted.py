@@ -55,8 +55,8 @@ class Counted:
         # A class of its own and not an attribute: that would go into the scheduler's state_dict.
         self.inner.__class__ = _stepped_by(self._kind, self._called)
 
-    def hear(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
-        """A micro-batch's mean loss; `weight` is how much of the step it stands for."""
+    def add_loss(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Add a micro-batch's mean loss; `weight` is its share of the step."""
         self._sums = self._sums + loss.detach() * weight
         self._weight = self._weight + weight
 

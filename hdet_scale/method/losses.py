@@ -22,7 +22,7 @@ class LossMeter:
         self.count = 0
 
     def add(self, loss: Tensor | float) -> None:
-        """Add one loss; a tensor stays on its device and nobody waits for it."""
+        """Add one loss; a tensor stays on its device, without a host synchronisation."""
         self.count += 1
         if not isinstance(loss, Tensor):
             self._on_host += loss

@@ -127,8 +127,8 @@ def estimate(work: Workload, config: HDETConfig) -> Estimate:
 def planned(work: Workload, config: HDETConfig, shards: int) -> Converge:
     """The converge of rank 0, over meta tensors.
 
-    fp32 tensors are averaged, parameters or their masters. With local gradients the moments come
-    apart too, and are averaged with them.
+    fp32 tensors are averaged, parameters or their masters. With local gradients the moments
+    diverge too, and are averaged with them.
     """
     policy = config.converge
     moments = config.gradients == "local" if policy.moments is None else policy.moments

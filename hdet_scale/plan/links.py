@@ -61,7 +61,7 @@ def fit(costs: Sequence[Cost], seconds: Sequence[float]) -> Link:
     b = [c.nbytes / t for c, t in zip(costs, seconds, strict=True)]
     hh, hb, bb = _dot(h, h), _dot(h, b), _dot(b, b)
     det = hh * bb - hb * hb
-    # Sizes that are all multiples of one another in hops and bytes tell alpha and beta not apart.
+    # Sizes that are all multiples of one another in hops and bytes cannot separate alpha from beta.
     if det <= 1e-9 * hh * bb:
         return Link(latency=0.0, bandwidth=bb / sum(b))
     alpha = (sum(h) * bb - sum(b) * hb) / det
