@@ -52,7 +52,7 @@ class Engine:
         # would be the same, and it must not count as a replica gone bad.
         self._constants = {
             name
-            for name, b in (self._buffered.named_buffers() if self._buffered is not None else ())
+            for name, b in (model.named_buffers() if model is not None else ())
             if b.is_floating_point() and not b.is_meta and not bool(b.isfinite().all())
         }
         self._team = self.replicas.size
@@ -83,6 +83,17 @@ class Engine:
             b
             for name, b in self._buffered.named_buffers()
             if b.is_floating_point() and name not in self._constants
+        ]
+
+    def restored_buffers(self) -> list[Tensor]:
+        """The buffers that a snapshot keeps: those that are averaged or could be, and counts, which
+        BatchNorm without a momentum divides by."""
+        if self.model is None:
+            return []
+        return [
+            b
+            for name, b in self.model.named_buffers()
+            if not (b.is_meta or b.dtype == torch.bool or name in self._constants)
         ]
 
     def moments(self) -> list[Tensor]:

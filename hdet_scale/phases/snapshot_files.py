@@ -68,7 +68,7 @@ def load(folder: Path, engine: Engine) -> dict[str, Any] | None:
     about = _about(folder, engine)
     if about is None:
         return None
-    targets = [*engine.stepped(), *engine.buffers()]
+    targets = [*engine.stepped(), *engine.restored_buffers()]
     blank = {f"tensor {i}": _blank(engine, t, i, local(t).dtype) for i, t in enumerate(targets)}
     for i, kept in enumerate(about["state"]):
         for name, value in (kept or {}).items():

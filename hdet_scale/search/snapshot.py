@@ -2,8 +2,8 @@
 
 A search goes back after each trial, a watch when it restarts the run.
 
-Memory: one copy of what this rank holds of the parameters, the float buffers and the optimizer's
-state, which at the start of a run is empty. `to_host` moves it off the device.
+Memory: one copy of what this rank holds of the parameters, the buffers and the optimizer's state,
+which at the start of a run is empty. `to_host` moves it off the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Snapshot:
 
     def _targets(self) -> list[Tensor]:
         """The parameters themselves: an fp32 master is part of the optimizer's state."""
-        return [local(t) for t in (*self.params, *self.engine.buffers())]
+        return [local(t) for t in (*self.params, *self.engine.restored_buffers())]
 
     def _part(self, value: Tensor, index: int) -> Tensor:
         """`value` as this rank holds it, of the parameter or buffer with this index."""
