@@ -33,7 +33,7 @@ from hdet_scale import (
     Replicas,
     fsdp,
 )
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors import learning_rates
 from hdet_scale.phases.build import divides_by_the_gradient
 from hdet_scale.search.probe import Probe, common_batches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from hdet_scale import FusedAdamW, FusedLion, FusedSGD
-from hdet_scale.engines.engine import Engine
+from hdet_scale.engines.protocol import Engine
 from hdet_scale.search.snapshot import Snapshot
 from tests.support.toy import batch, bits, toy
 
