@@ -5,8 +5,11 @@ No collective, no evaluation, no copy: each step writes the shared base to the o
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor
 
+from hdet_scale.converge.policy import ConvergePolicy
 from hdet_scale.method.round import Round
 from hdet_scale.phases.run import Phase, Run, Turn
 
@@ -25,23 +28,26 @@ class Plain(Phase):
         equalize(self.run, moments=moments)
 
 
-def equalize(run: Run, *, moments: bool) -> None:
-    """Make replicas equal that should be; collective."""
+def equalize(run: Run, *, moments: bool) -> bool:
+    """Make replicas equal that should be; collective. True where they differed."""
     run.engine.connect()
     if run.replicas.size == 1:
-        return
-    averaging = averaging_of(run)
+        return False
+    # Nothing goes on in the background: with overlap each call would make a process group.
+    averaging = averaging_of(run, dataclasses.replace(run.config.converge, overlap=False))
     if moments and not averaging.average_moments:
         averaging.equalize_moments()
-    if not averaging.prepared().replicas_agree():
-        averaging.converge(blocking=True)
+    if averaging.prepared().replicas_agree():
+        return False
+    averaging.converge(blocking=True)
+    return True
 
 
-def averaging_of(run: Run) -> Round:
-    """The averaging of a run's replicas, as its config has it."""
+def averaging_of(run: Run, policy: ConvergePolicy | None = None) -> Round:
+    """The averaging of a run's replicas, as its config or `policy` has it."""
     return Round(
         run.engine,
-        run.config.converge,
+        policy or run.config.converge,
         gradients=run.config.gradients,
         interval=run.config.interval,
         moves_moments=any(getattr(f, "moves_moments", False) for f in run.factors),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from hdet_scale import AutoLR, ConvergePolicy, HDETConfig, OneCycleAutoLR, Replicas
+from hdet_scale.ddp import warm_init
 from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.plain import Plain
 from hdet_scale.phases.searching import Searching
@@ -259,3 +261,31 @@ def test_nothing_of_the_trials_is_left_in_the_rounds_that_follow(
     assert one[1] > 3e-5 or bad
     assert same(one[3], two[3])
     assert all(bool(p.isfinite().all()) for p in one[3])
+
+
+# -- making replicas equal ------------------------------------------------------------------------
+
+
+def _finalized(rank: int, size: int) -> Any:
+    """A run without a spread whose policy would overlap its averagings."""
+    model = toy(rank, norm=True, rebuild=False)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    config = HDETConfig(rule="none", spread=0.0, converge=ConvergePolicy(overlap=True))
+    scheduler = AutoLR(LambdaLR(optimizer, lambda _: 1.0), config, model=model)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    equal = []
+    for step in range(3):
+        scheduler.step(learn(model, optimizer, step, rank))
+        warm_init(model)
+        scheduler.finalize()
+        equal.append(parameters(model))
+        scheduler.agree_for_checkpoint()
+    return scheduler.phase, equal, len(dist.distributed_c10d._world.pg_map) - groups
+
+
+def test_making_replicas_equal_makes_no_process_group(pair: Fleet) -> None:
+    (phase, one, made), (_, two, _) = pair.run(_finalized)
+    assert phase == "plain"
+    assert made == 0
+    for a, b in zip(one, two, strict=True):
+        assert same(a, b)
