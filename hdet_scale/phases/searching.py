@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hdet_scale.method.losses import LossMeter
 from hdet_scale.method.records import SearchRecord, TrialRecord
+from hdet_scale.phases.plain import equalize
 from hdet_scale.phases.run import STAY, Phase, Run, Turn
 from hdet_scale.phases.watched import Watched, evaluate
 from hdet_scale.search.decision import RateSearch
@@ -325,14 +326,21 @@ class Searching(Phase):
     def finalize(self, *, moments: bool = False) -> None:
         """Start the trial again, on every rank: replicas are equal where it began. Where
         checkpoints come more often than trials end, the search is given up."""
-        if self.step == 0:
-            return
-        self._go_back()
-        if not self.rule.start.count:
-            self._hook()  # the initial weights are evaluated again
-        if self.run.lost < 2 * self.rule.longest:
+        restarts = self.step > 0
+        if restarts:
+            self._go_back()
+            if not self.rule.start.count:
+                self._hook()  # the initial weights are evaluated again
+        if equalize(self.run, moments=moments):
+            # They began with noise (`warm_init`): trials start from the mean from now on.
+            self.snapshot = None
+            self._hook()
+        if restarts and self.run.lost < 2 * self.rule.longest:
             logger.info("a trial of the search starts again: its replicas must be equal now")
-            return
+        elif restarts:
+            self._give_up()
+
+    def _give_up(self) -> None:
         logger.warning(
             "the search is given up after %d steps: checkpoints came more often than trials of %d "
             "steps end; save less often, or each replica's own state",

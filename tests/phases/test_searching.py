@@ -33,6 +33,7 @@ from hdet_scale import (
     Replicas,
     fsdp,
 )
+from hdet_scale.ddp import warm_init
 from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors import learning_rates
 from hdet_scale.phases.build import divides_by_the_gradient
@@ -552,6 +553,34 @@ def test_a_search_that_never_ends_is_given_up(pair: Fleet) -> None:
         assert record.step == steps, "a reader of the log knows where the run begins"
         assert record.taken == record.initial
         assert phase == "plain"
+
+
+def _noisy(rank: int, size: int, moment: int) -> Any:
+    """Replicas that begin with noise of their own, and one checkpoint for all of them."""
+    run = Run(rank)
+    warm_init(run.model)
+    seen = [parameters(run.model)]
+    run.train(moment)
+    run.scheduler.agree_for_checkpoint()
+    seen.append(parameters(run.model))
+    saved = run.save()
+    run.search()
+    seen.append(parameters(run.model))
+    run.train(run.step + 10)
+    again = Run(rank)
+    again.load(saved, own=False)
+    again.train(run.step)
+    return seen, run.everything() == again.everything()
+
+
+@pytest.mark.parametrize("moment", [0, 2, 4])
+def test_a_checkpoint_for_all_makes_noisy_replicas_equal(pair: Fleet, moment: int) -> None:
+    """Before the first step, within a trial and between two; the search goes on from there."""
+    (one, alike), (two, alike_too) = pair.run(_noisy, moment)
+    assert alike
+    assert alike_too
+    assert not same(one[0], two[0])
+    assert same(one[1], two[1], one[2], two[2])
 
 
 def test_a_finished_search_is_carried_into_a_run_that_runs_none() -> None:
