@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,29 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
-    CyclicLR,
     LambdaLR,
-    LinearLR,
     OneCycleLR,
-    SequentialLR,
 )
 
 from hdet_scale import (
     AutoLR,
     FusedAdamW,
-    FusedLion,
-    FusedSGD,
     HDETConfig,
     OneCycleAutoLR,
     Replicas,
     fsdp,
 )
 from hdet_scale.ddp import warm_init
-from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors import learning_rates
-from hdet_scale.phases.build import divides_by_the_gradient
-from hdet_scale.search.probe import Probe, common_batches
-from hdet_scale.search.schedule import shape_of
 from hdet_scale.search.trials import STAGES
 from hdet_scale.topology import local
 from tests.support.fleet import Fleet
@@ -266,71 +256,6 @@ def test_hooks_of_the_user_are_called_beside_those_of_the_search() -> None:
     for step in range(2):
         scheduler.step(learn(model, optimizer, step, 0))
     assert called == ["before", "after"] * 2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: CosineAnnealingLR(o, 100),
-        lambda o: LambdaLR(o, lambda t: (t + 1) / 10 if t < 9 else 1 / (t - 8)),
-        lambda o: SequentialLR(
-            o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, 90)], [10]
-        ),
-        lambda o: LambdaLR(o, lambda t: 3.0 if t == 50 else 1.0),
-        lambda o: CyclicLR(o, 0.1, 0.5, step_size_up=20),
-    ],
-)
-def test_the_shape_of_a_schedule_is_known_and_the_schedule_put_back(make: Any) -> None:
-    def rates(peek: bool) -> list[float]:
-        optimizer = AdamW(toy(wrap=False).parameters(), lr=0.5)
-        scheduler = make(optimizer)
-        before = dict(optimizer.param_groups[0])
-        shape = shape_of(scheduler, 100) if peek else None
-        assert optimizer.param_groups[0] == before, "a cycled momentum too"
-        seen = [optimizer.param_groups[0]["lr"]]
-        for _ in range(100):
-            optimizer.step()
-            scheduler.step()
-            seen.append(optimizer.param_groups[0]["lr"])
-        if shape is not None:
-            assert shape.peaks == (max(seen),)
-            assert shape.mean == pytest.approx(sum(seen) / len(seen) / max(seen))
-            assert shape.share([max(seen) / 4]) == 0.25
-        return seen
-
-    assert rates(True) == rates(False)
-
-
-def test_the_probe_leaves_no_trace() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
-    model[2].eval()
-    seen = []
-
-    def losses() -> Any:
-        while True:
-            seen.append((model.training, torch.is_grad_enabled()))
-            yield model(torch.randn(3, 4)).sum() + random.random()
-
-    before = torch.get_rng_state(), random.getstate(), bits(model.state_dict())
-    engine = Engine(AdamW(model.parameters()), model)
-    assert len(Probe(losses, engine, 3)()) == 3
-    assert seen == [(False, False)] * 3
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert bits(model.state_dict()) == before[2]
-    assert [m.training for m in model] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("losses", "message"),
-    [
-        (lambda: iter(()), "yielded no loss"),
-        (lambda: iter([torch.ones(2)]), "shape \\[2\\]"),
-    ],
-)
-def test_a_probe_that_is_no_probe(losses: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Probe(losses)()
 
 
 def test_auto_leaves_a_run_that_is_too_short_alone(caplog: Any) -> None:
@@ -728,38 +653,6 @@ def test_gradients_stay_local_in_the_search_and_are_shared_after_it(pair: Fleet)
     assert same(one[1], two[1])
 
 
-def _loaders(rank: int, size: int) -> list[float]:
-    """Every rank's loader gives other batches; the probe's are replica 0's."""
-    drawn = ([float(10 * rank + i)] for i in range(5))
-    losses = common_batches(drawn, lambda b: b[0], count=3)
-    return Probe(losses)() + Probe(losses)()
-
-
-def test_common_batches_are_those_of_replica_0(pair: Fleet) -> None:
-    assert pair.run(_loaders) == [[0.0, 1.0, 2.0] * 2] * 2
-
-
-def test_replicas_of_equal_weights_split_a_probe() -> None:
-    seen: list[int] = []
-
-    def loss(batch: int) -> float:
-        seen.append(batch)
-        return float(batch)
-
-    probe = Probe(common_batches(iter(range(8)), loss, count=8), limit=8)
-    drawn = [probe(part, 4) for part in range(4)]
-    assert drawn == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]
-    assert len(seen) == 8
-    assert probe() == [float(i) for i in range(8)]
-    assert probe(9, 64) == [1.0], "never less than a batch each"
-    few = Probe(common_batches(iter(range(3)), loss, count=3), limit=16)
-    assert [few(part, 9) for part in (2, 3)] == [[2.0], [0.0, 1.0, 2.0]], "never nothing"
-    assert [few.parts(part, 9) for part in (2, 3)] == [{2: 2.0}, {}], "and never one twice"
-    assert [probe.parts(part, 4) for part in (1, 5)] == [{1: 1.0, 5: 5.0}] * 2
-    whole = Probe(lambda: iter([1.0, 2.0]))
-    assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
-
-
 @without_long_stage
 def _wide(rank: int, size: int, lr: float) -> Any:
     """The proposed rate; from far too high it is contested, and the run begins with the initial."""
@@ -939,22 +832,3 @@ def test_a_search_in_teams_goes_on_where_it_was_interrupted(quartet: Fleet, mome
     for team, whole, again in quartet.run(_interrupted_team, moment):
         assert team == 2
         assert whole == again
-
-
-@pytest.mark.parametrize(
-    ("make", "divides"),
-    [
-        (AdamW, True),
-        (FusedAdamW, True),
-        (FusedLion, True),
-        (torch.optim.Adagrad, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Muon, True),
-        (torch.optim.Adafactor, True),
-        (SGD, False),
-        (FusedSGD, False),
-    ],
-)
-def test_the_family_of_an_optimizer_is_told_by_what_it_divides_by(make: Any, divides: bool) -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    assert divides_by_the_gradient(make([weight], lr=0.1)) is divides
