@@ -93,12 +93,16 @@ class Phases:
         """The phase of a run without a search, or after one that no watch follows."""
         return Exploring(self.run) if self.run.diverges else Plain(self.run)
 
-    def of_state(self, name: str, state: Mapping[str, Any], *, replicas: int) -> Phase:
+    def of_state(
+        self, name: str, state: Mapping[str, Any], *, replicas: int, present: Phase
+    ) -> Phase:
         """The phase that a state of `replicas` replicas goes on with, and its state loaded.
 
-        A search or a watch is left out by a run whose rule is another.
+        A search or a watch is left out by a run whose rule is another. A present exploration goes
+        on as itself: it ends an averaging that is under way, and keeps its process group.
         """
-        phase = self._named(name)
+        explores = name == present.name == Exploring.name and self.run.diverges
+        phase = present if explores else self._named(name)
         if phase.name == name:
             phase.load_state_dict(state, replicas=replicas)
         return phase

@@ -287,7 +287,10 @@ class PhasedScheduler:
             own = {k: copy.deepcopy(v) for k, v in state.items() if k != "snapshot"}
             self._run.load_state_dict(own)
             self._phase = self._phases.of_state(
-                own["phase"], own["phase_state"], replicas=int(own["replicas"])
+                own["phase"],
+                own["phase_state"],
+                replicas=int(own["replicas"]),
+                present=self._phase,
             )
             if state["snapshot"] is not None:
                 self.restore_snapshot(state["snapshot"])

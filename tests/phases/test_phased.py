@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -289,3 +290,58 @@ def test_making_replicas_equal_makes_no_process_group(pair: Fleet) -> None:
     assert made == 0
     for a, b in zip(one, two, strict=True):
         assert same(a, b)
+
+
+class Overlapped:
+    """Replicas with a spread whose averaging is folded in two steps after it began."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.model = rank, toy(rank, norm=True, rebuild=False)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01)
+        policy = ConvergePolicy(overlap=True, overlap_steps=2)
+        config = HDETConfig(rule="none", spread=0.3, interval=T, converge=policy)
+        self.scheduler: Any = AutoLR(
+            LambdaLR(self.optimizer, lambda _: 1.0), config, model=self.model
+        )
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.scheduler.step(learn(self.model, self.optimizer, step, self.rank))
+
+    def save(self) -> Any:
+        own = self.scheduler.replica_state_dict()
+        parts = (self.model, self.optimizer, self.scheduler)
+        return copy.deepcopy(([part.state_dict() for part in parts], own))
+
+    def load(self, saved: Any) -> None:
+        states, own = copy.deepcopy(saved)
+        for part, state in zip((self.model, self.optimizer, self.scheduler), states, strict=True):
+            part.load_state_dict(state)
+        self.scheduler.load_replica_state_dict(own)
+
+
+def _loaded_again(rank: int, size: int) -> Any:
+    """A state is loaded while an averaging is under way, twice."""
+    run = Overlapped(rank)
+    run.train(0, T + 3)
+    saved, groups = run.save(), len(dist.distributed_c10d._world.pg_map)
+    threads = 0
+    for _ in range(2):
+        run.train(T + 3, 2 * T)
+        run.load(saved)
+        threads += sum(t.name == "hdet-converge" for t in threading.enumerate())
+    run.train(T + 3, 4 * T + 1)
+    made = len(dist.distributed_c10d._world.pg_map) - groups
+    fresh = Overlapped(rank)
+    fresh.load(saved)
+    fresh.train(T + 3, 4 * T + 1)
+    for each in (run, fresh):
+        each.scheduler.finalize()
+    return made, threads, parameters(run.model), parameters(fresh.model)
+
+
+def test_a_state_replaces_an_averaging_that_is_under_way(pair: Fleet) -> None:
+    """Its thread has ended, and its process group is used again."""
+    (made, threads, one, fresh), (_, _, two, _) = pair.run(_loaded_again)
+    assert made == threads == 0
+    assert same(one, two, fresh)
