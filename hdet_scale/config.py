@@ -147,7 +147,15 @@ class HDETConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HDETConfig:
-        """From the `"hdet": {...}` block of a JSON config. Unknown keys are refused."""
+        """From the `"hdet": {...}` block of a JSON config.
+
+        Args:
+            values: the block: any of the fields by name; "converge" and its "outer" are blocks
+                themselves.
+
+        Raises:
+            ValueError, TypeError: for an unknown key, or a value that is not valid.
+        """
         return read(cls, values, "hdet")
 
     @classmethod

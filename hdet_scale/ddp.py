@@ -157,11 +157,21 @@ def warm_init(
 ) -> None:
     """Warm noisy initialisation: theta_r <- theta_0 + s N(0, 1), a stream for each replica.
 
-    scale="vector": s = nu ||theta_0|| / sqrt(d_theta) over the whole model (the paper).
-    scale="tensor": s from each tensor's own norm and size (the authors' README).
-
     Call it after DDP has wrapped the model: wrapping broadcasts rank 0's parameters. The global
     random generators are not touched.
+
+    Args:
+        model: its trained parameters get the noise; wrapped, unless gradients are local.
+        replicas: this rank's place; each rank is a replica where it is None.
+        nu: size of the noise, relative to the parameters (default 0.01, the paper's).
+        seed: of the streams (default 0).
+        scale: "vector" (default): s = nu ||theta_0|| / sqrt(d_theta) over the whole model, as in
+            the paper. "tensor": s from each tensor's own norm and size, as in the authors' README.
+        gradients: "local" where the model is trained without DDP (default "shared").
+
+    Raises:
+        ValueError: for a value that is not valid, sharded parameters, or a model that DDP has not
+            wrapped yet.
     """
     if not (isinstance(nu, int | float) and math.isfinite(nu) and nu >= 0):
         raise ValueError(

@@ -75,8 +75,21 @@ def attach(
 ) -> AttachedLoop:
     """Let the replicas of an Accelerate loop explore, after `accelerator.prepare`.
 
-    `.exploring` is the AutoLR: `finalize()` at the end, `on_round`, `state_dict`. Call `.detach()`
-    to give everything back.
+    Args:
+        model: as `prepare` returned it; its forward returns a "loss".
+        optimizer, scheduler: the pair that trains it, bare or as `prepare` returned them.
+        config: what is explored, and how; rule="paper" where it is None.
+
+    Returns:
+        A handle. `.exploring` is the AutoLR: `finalize()` at the end, `on_round`, `state_dict`.
+        Call `.detach()` to give everything back.
+
+    Raises:
+        ValueError, TypeError: for a pair that does not belong together, or a config that this
+            integration does not support.
+
+    Limitations:
+        Shared gradients only, and no search: rule="auto" needs a loop of your own.
     """
     return AttachedLoop(model, optimizer, scheduler, config or HDETConfig(rule="paper"))
 
@@ -91,10 +104,15 @@ def _targets(module: nn.Module, labels: Tensor) -> Tensor:
 class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types for us
     """HDET in a Trainer: `Trainer(..., callbacks=[HDETCallback(config)])`.
 
-    log: a folder for the run log, which `hdet report` and `hdet replay` read: a line a round, and
-    a step line when the Trainer logs (`logging_steps`) or saves.
-    Checkpoints hold the converged model. Let `save_steps` be a multiple of `interval`: elsewhere
-    the replicas are averaged for the saving, and the run goes on from that.
+    Args:
+        config: what is explored, and how; rule="paper" where it is None.
+        log: a folder for the run log, which `hdet report` and `hdet replay` read: a line a round,
+            and a step line when the Trainer logs (`logging_steps`) or saves. None: no log.
+
+    Limitations:
+        Shared gradients only, and no search. Checkpoints hold the converged model. Let `save_steps`
+        be a multiple of `interval`: elsewhere the replicas are averaged for the saving, and the run
+        goes on from that.
     """
 
     def __init__(self, config: HDETConfig | None = None, *, log: str | Path | None = None) -> None:

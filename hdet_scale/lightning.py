@@ -27,7 +27,18 @@ logger = logging.getLogger("hdet_scale")
 
 
 class HDETCallback(Callback):  # type: ignore[misc]  # no types for us
-    """HDET in a Lightning Trainer."""
+    """HDET in a Lightning Trainer.
+
+    Args:
+        config: what is explored, and how; rule="paper" where it is None.
+
+    Raises:
+        ValueError: for local gradients.
+
+    Limitations:
+        Shared gradients only, and no search. A checkpoint in the middle of a round holds replica
+        0's weights.
+    """
 
     def __init__(self, config: HDETConfig | None = None) -> None:
         self.config = config or HDETConfig(rule="paper")

@@ -78,6 +78,13 @@ class Replicas:
 
         Consecutive ranks share a replica, so that the busy traffic of a shard group stays on
         the fast links of a node and only the converge crosses them.
+
+        Args:
+            shard_size: ranks of one replica; give this or replicas.
+            replicas: how many replicas.
+
+        Raises:
+            ValueError: where it does not divide the world, or both or none are given.
         """
         world = dist.get_world_size() if is_distributed() else 1
         shards = shard_size_of(world, shard_size=shard_size, replicas=replicas)
@@ -99,7 +106,17 @@ class Replicas:
     def from_mesh(
         cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard"
     ) -> Replicas:
-        """From a DeviceMesh with a dimension of replicas and, optionally, one of shards."""
+        """From a DeviceMesh with a dimension of replicas and, optionally, one of shards.
+
+        Args:
+            mesh: with named dimensions, such as `hdet_scale.fsdp.build_mesh` makes.
+            replica: name of the dimension over which replicas are averaged.
+            shard: name of the dimension over which a replica is sharded.
+
+        Raises:
+            ValueError: where the mesh has no dimension of that name, or others of more than one
+                rank.
+        """
         names = mesh.mesh_dim_names or ()
         if replica not in names:
             raise ValueError(

@@ -96,10 +96,27 @@ def initialize(
     mesh_param: Any = None,
     config_params: Config | None = None,
 ) -> tuple[HDETEngine, Any, Any, Any]:
-    """deepspeed.initialize with the config's "hdet" block: (engine, optimizer, loader, scheduler).
+    """deepspeed.initialize with the config's "hdet" block.
 
-    lr_scheduler: a torch scheduler, or a callable that makes one of an optimizer; it is wrapped
-        in AutoLR and explored around. Or name HDETOneCycle or HDETAutoLR in the config.
+    Args:
+        args: of a script; `args.deepspeed_config` may name the config.
+        model: the module to train, built before or under `zero.Init` (see `shard_group`).
+        optimizer, model_parameters, training_data, distributed_port, dist_init_required,
+            collate_fn: as in deepspeed.initialize.
+        lr_scheduler: a torch scheduler, or a callable that makes one of an optimizer; it is
+            wrapped in AutoLR with the "hdet" block. Or name HDETOneCycle or HDETAutoLR in the
+            config.
+        mpu: refused where it splits the model, otherwise ignored: the block makes the groups.
+        config, config_params: a dict, or the path of a JSON file; one of them. Batch sizes are
+            those of the whole world.
+        mesh_param: refused: write "replicas" and "shards" in the block.
+
+    Returns:
+        (engine, optimizer, loader, scheduler).
+
+    Raises:
+        ValueError, TypeError: for a config or a model that replicas cannot have; the error says
+            what to write instead.
     """
     if model is None:
         raise ValueError("initialize needs model=, the nn.Module to train")

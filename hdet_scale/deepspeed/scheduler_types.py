@@ -53,6 +53,14 @@ class HDETOneCycle(OneCycleAutoLR):
 
     A number for max_lr is that of the optimizer's own "lr"; a param group with another "lr" keeps
     its ratio to it.
+
+    Args:
+        optimizer: DeepSpeed's; it makes the scheduler while the engine is initialized.
+        params: OneCycleLR's arguments, or warmup_min_lr, warmup_max_lr, warmup_num_steps and
+            total_num_steps in their place. HDET's keys belong into the "hdet" block.
+
+    Raises:
+        ValueError: for unknown params, or two names that contradict each other.
     """
 
     def __init__(self, optimizer: Any, **params: Any) -> None:
@@ -76,6 +84,14 @@ class HDETAutoLR(AutoLR):
         {"warmup_max_lr": 3e-4, "warmup_num_steps": 500, "total_num_steps": 10000}
 
     Every param group keeps its own learning rate as the peak.
+
+    Args:
+        optimizer: DeepSpeed's; it makes the scheduler while the engine is initialized.
+        params: "scheduler" with the "type" and "params" of a torch scheduler, or warmup_min_lr,
+            warmup_max_lr, warmup_num_steps and total_num_steps.
+
+    Raises:
+        ValueError: for unknown params, or a type that torch does not have.
     """
 
     def __init__(self, optimizer: Any, **params: Any) -> None:

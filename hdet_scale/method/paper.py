@@ -71,7 +71,17 @@ class PaperRule:
     def update(
         self, losses: Sequence[float], values: Sequence[float], *, base: float | None = None
     ) -> float:
-        """The new base. `values` are the eta_r; `base` is their mean unless it is given."""
+        """The new base.
+
+        Args:
+            losses: L_r, each replica's mean loss over the round; one that is not finite is left
+                out.
+            values: eta_r, what each replica used.
+            base: what is moved; the mean of the values where it is None.
+
+        Raises:
+            ValueError: where losses and values do not match, or no loss is finite.
+        """
         if len(losses) != len(values) or not values:
             raise ValueError(
                 f"one loss and one value for each replica: got {len(losses)} losses and "

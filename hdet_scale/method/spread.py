@@ -28,7 +28,12 @@ def check_spread(spread: float) -> float:
 
 
 def multipliers(n: int, spread: float) -> list[float]:
-    """rho_0 .. rho_{n-1} of the equation above, smallest first."""
+    """rho_0 .. rho_{n-1} of the equation above, smallest first.
+
+    Args:
+        n: N, the number of replicas.
+        spread: a, in [0, 1); 0 gives 1.0 for all.
+    """
     a = check_spread(spread)
     return [1.0 + a * level for level in fan(n)]
 
@@ -50,6 +55,12 @@ def assignment(n: int, *, seed: int, round: int, factor: int | str = 0) -> list[
 
     Indices are sorted by a hash of (seed, round, factor, index). A hash and not a random
     generator: the order depends on no library version, no device and no state.
+
+    Args:
+        n: N, the number of replicas.
+        seed: of the run.
+        round: index of the round; in round 0 replica r takes multiplier r.
+        factor: index or name of the factor; each has permutations of its own.
     """
     if round < 0:
         raise ValueError(f"round must be 0 or more, got {round}")

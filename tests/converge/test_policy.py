@@ -66,16 +66,16 @@ class Run:
 def _run(rank: int, size: int, policy: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     run = Run(policy)
     run.train(rank, 0, STEPS - 1)
-    apart = run.parameters()
+    diverged = run.parameters()
     run.scheduler.finalize()
-    return apart, run.parameters()
+    return diverged, run.parameters()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_replicas_are_apart_in_a_round_and_agree_after_finalize(fleets: Any, name: str) -> None:
+def test_replicas_diverge_in_a_round_and_are_equal_after_finalize(fleets: Any, name: str) -> None:
     results = fleets(3).run(_run, POLICIES[name])
-    for apart, end in results[1:]:
-        assert not all(torch.equal(a, b) for a, b in zip(apart, results[0][0], strict=True))
+    for diverged, end in results[1:]:
+        assert not all(torch.equal(a, b) for a, b in zip(diverged, results[0][0], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(end, results[0][1], strict=True))
     assert all(p.isfinite().all() for p in results[0][1])
 
@@ -116,7 +116,7 @@ def _saved(rank: int, size: int, policy: dict[str, Any]) -> Any:
     run = Run(policy)
     run.train(rank, 0, 2 * T)
     run.scheduler.finalize()
-    assert any(run.scheduler.state_dict()["hdet"]["converge"].values())
+    assert any(run.scheduler.state_dict()["hdet"]["phase_state"]["converge"].values())
     return copy.deepcopy((run.scheduler.state_dict(), run.model.state_dict()))
 
 
@@ -143,7 +143,7 @@ def test_other_replicas_drop_what_the_converge_remembered(
     saved = fleets(before).run(_saved, POLICIES[name])[0]
     results = fleets(after).run(_with_others, POLICIES[name], saved)
     for parameters, said in results:
-        wanted = f"the state is of {before} replicas and these are {after}"
+        wanted = f"the state is of {before} replicas and there are {after} now"
         assert [text for text in said if wanted in text], said
         for a, b in zip(parameters, results[0][0], strict=True):
             assert torch.equal(a, b)
@@ -153,10 +153,11 @@ def _in_flight(rank: int, size: int) -> tuple[bool, bool, bool]:
     run = Run({"overlap": True, "overlap_steps": 3})
     run.train(rank, 0, T)
     before = run.parameters()
-    flying = run.scheduler._round._pending is not None
+    averaging = run.scheduler.present_phase.averaging  # type: ignore[attr-defined]
+    flying = averaging._pending is not None
     run.scheduler.state_dict()
     folded = not all(torch.equal(a, b) for a, b in zip(before, run.parameters(), strict=True))
-    return flying, folded, run.scheduler._round._pending is None
+    return flying, folded, averaging._pending is None
 
 
 def test_a_state_dict_completes_an_averaging_under_way(fleets: Any) -> None:
@@ -222,7 +223,7 @@ def test_second_moments_take_the_plain_mean(fleets: Any, policy: dict[str, Any])
 
 
 def _saving(rank: int, size: int, every: int) -> list[int]:
-    """Steps at which a round ended, with replicas made to agree every few steps."""
+    """Steps at which a round ended, with replicas made equal every few steps."""
     run = Run({})
     ended: list[int] = []
     run.scheduler.on_round(lambda record: ended.append(record.step))

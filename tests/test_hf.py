@@ -1,8 +1,7 @@
-"""HF Trainer, Accelerate and Lightning, the real ones, on two gloo ranks."""
+"""The HF Trainer and Accelerate, the real ones, on two gloo ranks."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hdet_scale.config import HDETConfig
-from hdet_scale.loops.counted import Counted
 from hdet_scale.runs.log import read
 from hdet_scale.runs.replay import ReplayLR, discovered
 from tests.support.fleet import Fleet
+from tests.support.launched import as_launched
 
-CONFIG = HDETConfig(spread=0.3, interval=4, rule="paper")
-
-
-def as_launched(rank: int, size: int) -> None:
-    """What torchrun tells a process; the process group is up already."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+CONFIG = HDETConfig(rule="paper", spread=0.3, interval=4)
 
 
 def gpt2() -> Any:
@@ -189,110 +181,15 @@ def test_accelerate_counts_once(pair: Fleet) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def lightning_fit(rank: int, size: int, home: str) -> dict[str, Any]:
-    """The Lightning Trainer with DDP; 8 optimizer steps of two micro-batches."""
-    as_launched(rank, size)
-    os.environ["NODE_RANK"] = "0"
-    import lightning.pytorch as pl
-    from torch.utils.data import DataLoader
-
-    from hdet_scale.lightning import HDETCallback
-
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inner = nn.Linear(4, 1)
-            self.seen: list[float] = []
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            loss = (self.inner(batch) - batch.sum(1, keepdim=True)).square().mean()
-            self.seen.append(float(loss.detach()))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-            }
-
-    torch.manual_seed(1)
-    module, callback, records = Module(), HDETCallback(CONFIG), []
-
-    class Watch(pl.Callback):  # type: ignore[misc]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            callback.scheduler.on_round(records.append)
-
-    trainer = pl.Trainer(
-        default_root_dir=home,
-        accelerator="cpu",
-        devices=size,
-        strategy="ddp",
-        max_steps=8,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[callback, Watch()],
-    )
-    trainer.fit(module, DataLoader(torch.randn(64, 4), batch_size=2))  # type: ignore[arg-type]
-    return {
-        "rounds": [(r.step, r.losses) for r in records],
-        "seen": module.seen,
-        "counted": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
-        "weights": [p.detach().clone() for p in module.parameters()],
-        "state": callback.state_dict(),
-    }
-
-
-def test_lightning_explores_and_counts_once(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="the lightning extra is not installed")
-    fleet = Fleet(2)  # Lightning ends the process group of its processes
-    try:
-        first, second = fleet.run(lightning_fit, str(tmp_path))
-    finally:
-        fleet.stop()
-    assert first["counted"] == 8
-    assert [step for step, _ in first["rounds"]] == [4, 8]
-    for (_, losses), at in zip(first["rounds"], (slice(0, 8), slice(8, 16)), strict=True):
-        own = [sum(r["seen"][at]) / 8 for r in (first, second)]
-        assert losses == pytest.approx(own, rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
-    assert first["state"] == {}
-
-
-def test_only_a_step_of_the_optimizer_counts() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    counted = Counted(optimizer, schedule, HDETConfig(spread=0.0, interval=2))
-    schedule.step()
-    assert schedule.last_epoch == 0
-    weight.grad = torch.ones(2)
-    for expected in (1, 2):
-        optimizer.step()
-        for _ in range(3):
-            schedule.step()
-        assert schedule.last_epoch == expected
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**expected
-    counted.detach()
-    schedule.step()
-    assert schedule.last_epoch == 3
-
-
 def test_what_does_not_fit_is_refused() -> None:
     pytest.importorskip("transformers", reason="the hf extra is not installed")
-    from hdet_scale.hf import attach
+    from hdet_scale.hf import HDETCallback, attach
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    with pytest.raises(ValueError, match="made for another optimizer"):
-        Counted(other, schedule, HDETConfig())
-    with pytest.raises(TypeError, match="is not a torch scheduler"):
-        Counted(optimizer, object(), HDETConfig())
+    local = HDETConfig(rule="paper", gradients="local")
     with pytest.raises(ValueError, match='use "shared"'):
-        attach(nn.Linear(1, 1), optimizer, schedule, HDETConfig(gradients="local"))
+        attach(nn.Linear(1, 1), optimizer, schedule, local)
+    with pytest.raises(ValueError, match="rule='auto' trains replicas on their own gradients"):
+        attach(nn.Linear(1, 1), optimizer, schedule, HDETConfig())
+    assert HDETCallback().config.rule == "paper"
