@@ -19,7 +19,13 @@ EXTRAS = {
         "schedulefree>=1.4",
         "matplotlib>=3.8",
     ],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "numpy>=1.26",
+    ],
     "dev": ["ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
 }
 
