@@ -81,7 +81,7 @@ class Exploring(Phase):
         included = zip(losses, outcome.included, strict=True)
         finite = [loss if ok else math.nan for loss, ok in included]
         run.steering.update(run.step, run.schedule, finite, values)
-        if not run.diverges:
+        if probe is not None and run.steering.spread == 0.0:
             self._settle()
         self._publish(losses, values, outcome, probe)
         averaging.open()
@@ -92,11 +92,11 @@ class Exploring(Phase):
             self.successor = Plain(run)
 
     def _settle(self) -> None:
-        """The exploration is over and nothing is averaged from here on: average what overlap,
-        fragments or the policy for moments have left."""
+        """The rule is done exploring: average what overlap or fragments have left and, where
+        nothing is averaged from here on, the moments that the policy leaves to each replica."""
         if not self.averaging.equal:
             self.averaging.converge(blocking=True)
-        if not self.averaging.average_moments:
+        if not (self.run.diverges or self.averaging.average_moments):
             self.averaging.equalize_moments()
 
     def on_new_engine(self) -> Phase:
