@@ -1,4 +1,4 @@
-"""All benchmarks, one behind the other: `python -m benchmarks`, `--short` for a quick look.
+"""All benchmarks, one behind the other: `python -m benchmarks`, `--short` for a quick run.
 
 Each prints its own table as it goes. What a benchmark says in lines that start with "figure:"
 stands in the one table at the end, with the seconds it took and the limits it missed.

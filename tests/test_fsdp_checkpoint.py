@@ -6,7 +6,6 @@ import math
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from hdet_scale import ConvergePolicy, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge.outer import OuterStep
 from hdet_scale.method.records import EvaluationRecord
 from tests.support.sharded import Sharded, batch, build_model, loss_of
+from tests.support.trials import short_trials
 
 STEPS = 30
 
@@ -181,7 +181,7 @@ class Watched:
         for step in range(2):  # the optimizer has moments where the search begins
             self.learn(batch(step, 0))
         self.start, self.began = self.own(), self.full()
-        with mock.patch("hdet_scale.phases.build.LEAST_STEPS", 5):
+        with short_trials(5):
             self.scheduler = OneCycleAutoLR(
                 self.optimizer,
                 1e-4,

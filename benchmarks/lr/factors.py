@@ -9,7 +9,7 @@ A team is 8 replicas with local gradients, averaged every T steps. All teams of 
 in one process, as slices of the same tensors: the same seeds have the same weights and batches.
 
 For each factor: a grid of fixed values as the limit, the wrong start left as it is, and the wrong
-start under the slope rule, which searches in the first half of the run and then holds. Then all
+start under the slope rule, which explores in the first half of the run and then stops. Then all
 factors together with the learning rate, all started wrong. Excess is that of the validation loss
 over the best of the grid, paired by seed.
 """
@@ -29,7 +29,8 @@ from torch.nn import functional
 from benchmarks import rows
 from hdet_scale.factors import Space
 from hdet_scale.rules.designs import levels
-from hdet_scale.rules.slope import Slope, Sums, Width
+from hdet_scale.rules.slope import Slope, Width
+from hdet_scale.rules.sums import Sums
 
 TRAIN, PROBE = 500, 600
 TEAM, BATCH, EVERY = 8, 8, 8
@@ -93,10 +94,10 @@ class Team:
         offset = self.rule.decision.offsets[self.explored.index(name)]
         return FACTORS[name].space.at(self.bases[name], math.exp(offset))
 
-    def assign(self, round: int, *, search: bool = True) -> None:
+    def assign(self, round: int, *, explore: bool = True) -> None:
         """Multipliers of the next round."""
         self.fans = {name: [1.0] * TEAM for name in FACTORS}
-        if self.explored and search:
+        if self.explored and explore:
             columns = levels(TEAM, self.explored, seed=self.seed, round=round)
             for name, column in zip(self.explored, columns, strict=True):
                 self.fans[name] = [1.0 + self.spread * x for x in column]
@@ -106,8 +107,8 @@ class Team:
         space, base = FACTORS[name].space, self.base(name)
         return [space.at(base, rho) for rho in self.fans[name]]
 
-    def hear(self, losses: Sequence[Sequence[float]], step: int) -> None:
-        """One round's probe losses, a row a replica."""
+    def update(self, losses: Sequence[Sequence[float]], step: int) -> None:
+        """Give the rule one round's probe losses, a row a replica."""
         if self.rule is None:
             return
         total = Sums.none(len(self.explored), BATCHES)
@@ -209,8 +210,8 @@ class Adam:
         """The converge of each team: parameters and moments."""
         for tensors in (self.params, self.m, self.v):
             for t in tensors.values():
-                apart = t.view(-1, TEAM, *t.shape[1:])
-                apart.copy_(apart.mean(1, keepdim=True).expand_as(apart))
+                copies = t.view(-1, TEAM, *t.shape[1:])
+                copies.copy_(copies.mean(1, keepdim=True).expand_as(copies))
 
 
 def train(teams: Sequence[Team], steps: int) -> list[float]:
@@ -222,7 +223,7 @@ def train(teams: Sequence[Team], steps: int) -> list[float]:
     params = {n: torch.stack([start[t.seed][n] for t in owner]).requires_grad_() for n in names}
     optimizer = Adam(params)
     masks = torch.Generator().manual_seed(0)
-    searching = [i for i, t in enumerate(teams) if t.explored]
+    exploring = [i for i, t in enumerate(teams) if t.explored]
     for step in range(steps):
         drawn = {s: torch.randint(TRAIN, (TEAM, BATCH), generator=d.order) for s, d in data.items()}
         x = torch.cat([data[t.seed].x[drawn[t.seed]] for t in teams])
@@ -234,12 +235,12 @@ def train(teams: Sequence[Team], steps: int) -> list[float]:
         shape = min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.step(grads, now["lr"] * shape, now["weight_decay"])
         if (step + 1) % EVERY == 0:
-            search = step + 1 < steps // 2
-            if search and searching:
-                probe(teams, searching, params, data, step + 1)
+            explore = step + 1 < steps // 2
+            if explore and exploring:
+                probe(teams, exploring, params, data, step + 1)
             optimizer.average()
             for team in teams:
-                team.assign((step + 1) // EVERY, search=search)
+                team.assign((step + 1) // EVERY, explore=explore)
     optimizer.average()
     return [validate(params, data[t.seed], t, i) for i, t in enumerate(teams)]
 
@@ -247,13 +248,13 @@ def train(teams: Sequence[Team], steps: int) -> list[float]:
 @torch.no_grad()
 def probe(
     teams: Sequence[Team],
-    searching: Sequence[int],
+    exploring: Sequence[int],
     params: dict[str, Tensor],
     data: dict[int, Digits],
     step: int,
 ) -> None:
     """Fresh batches, the same for all replicas of a team; the plain loss, without smoothing."""
-    for i in searching:
+    for i in exploring:
         team, digits = teams[i], data[teams[i].seed]
         g = torch.Generator().manual_seed(step)
         pick = TRAIN + torch.randperm(PROBE, generator=g)[: BATCHES * SIZE]
@@ -261,7 +262,7 @@ def probe(
         x, y = digits.x[pick].expand(TEAM, -1, -1, -1), digits.y[pick].expand(TEAM, -1)
         logp = forward(mine, x, torch.tensor(team.values("temperature")), None, g)
         nll = -logp.gather(-1, y[..., None]).squeeze(-1).reshape(TEAM, BATCHES, SIZE)
-        team.hear(nll.mean(-1).double().tolist(), step)
+        team.update(nll.mean(-1).double().tolist(), step)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@
     x <- (1 - c) x + c z               c = w / sum of w, w = (largest eta so far)^2
 
 x is the average that counts in the end. The library's own (`schedulefree`) has one learning rate
-for all its parameters; tests/test_lr_recovery.py runs the two in lockstep.
+for all its parameters; tests/benchmarks/test_simulated.py runs the two in lockstep.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.lr.problem import Params, Stacked
-from benchmarks.lr.race import WARM
+from benchmarks.lr.simulated import WARM
 
 BETA = 0.9
 
 
 def warmed(t: int, steps: int) -> float:
-    """The schedule of those who have none: a warm-up."""
+    """The schedule of Schedule-Free: a warm-up alone."""
     return min(1.0, (t + 1) / max(1, round(WARM * steps)))
 
 

@@ -4,7 +4,7 @@
 
 Copies begin the run's own schedule at learning rates an octave apart, each with 1/M of the batch.
 After a share of the schedule's path their held-out loss has its lowest point so many octaves above
-the best learning rate of the whole run. Three kinds of weights are looked at:
+the best learning rate of the whole run. Three kinds of weights are evaluated:
 
     last      as they are, in the middle of a run
     averaged  along the way, step t with the weight of t^8: what a decay would have led to, for free
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks.lr.problem import Params, Stacked, Task
-from benchmarks.lr.race import probe, scheduled, weights
 from benchmarks.lr.recovery import ROWS
 from benchmarks.lr.rows import Rows
+from benchmarks.lr.simulated import probe, scheduled, weights
 from benchmarks.lr.tasks import TASKS
 from benchmarks.rows import RESULTS, where
 from hdet_scale.search.curve import Parabola
@@ -82,12 +82,12 @@ class Beginning:
             self._train(branch, share * 0.5 * (1 + math.cos(math.pi * i / (last + 1))))
         return branch.params
 
-    def bottoms(self) -> dict[str, float]:
+    def minima(self) -> dict[str, float]:
         """In octaves above the best learning rate of the run."""
         kinds = zip(KINDS, (self.model.params, self.average, self.decayed()), strict=True)
-        return {kind: self._bottom(params) for kind, params in kinds}
+        return {kind: self._minimum(params) for kind, params in kinds}
 
-    def _bottom(self, params: Params) -> float:
+    def _minimum(self, params: Params) -> float:
         drawn = [float(x) for x in probe(self.task, params, self.seed).mean(0)]
         losses = [x if math.isfinite(x) else math.inf for x in drawn]
         return Parabola.through(OCTAVES, losses, width=3).minimum
@@ -101,7 +101,7 @@ def measure(task: Task, seed: int, steps: int, best: float) -> Iterator[dict[str
         for share in SHARES:
             while beginning.path < share * whole:
                 beginning.step()
-            yield {"parts": parts, "share": share, "t": beginning.t, **beginning.bottoms()}
+            yield {"parts": parts, "share": share, "t": beginning.t, **beginning.minima()}
 
 
 def table(rows: list[dict[str, Any]], kind: str, family: str) -> str:

@@ -1,5 +1,5 @@
 """Problems that mostly begin on a plateau: next to nothing is learnt in the first steps, at any
-learning rate, so that short heats have little to tell apart."""
+learning rate, so that short trials differ little."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Task:
     train: int
     """Number of training examples; indices below it are drawn with replacement."""
     held_out: int
-    """Number of examples after them, which nobody trains on."""
+    """Number of examples after them, which are not trained on."""
     batch: int
     """Examples of one step, over all replicas."""
     optimizer: str
@@ -108,7 +108,7 @@ class Stacked:
         return self.params
 
     def copies(self) -> Params:
-        """A snapshot of the parameters."""
+        """Copies of the parameters, detached."""
         return {k: v.detach().clone() for k, v in self.params.items()}
 
 

@@ -1,4 +1,4 @@
-"""Who finds the learning rate: rules, optimizers that claim to need none, and a sweep.
+"""Which method finds the learning rate: rules, optimizers that claim to need none, and a sweep.
 
     python -m benchmarks.lr.recovery                  all tasks, both lengths, resumes where it was
     python -m benchmarks.lr.recovery --tasks vit,ngram --seeds 3 --lengths 800
@@ -10,10 +10,10 @@ Every contender is started at 1/100, 1/10, 1 and 10 times the best of the grid (
 seeds), with the same seeds as the grid: same weights, same batches in the main run. Excess is the
 validation loss over that of the best of the grid with the same seed.
 
-Replicas are simulated: eight copies in one process, a batch of 1/8 each (tests/test_lr_recovery.py
-shows that this equals real processes). A run of rule="auto" has as many steps more as the race
-takes, so that the main run has as many as everybody's and the race is the extra cost that the table
-shows; the row "auto inside" has S in all.
+Replicas are simulated: eight copies in one process, a batch of 1/8 each
+(tests/benchmarks/test_simulated.py shows that this equals real processes). A run of rule="auto" has
+as many additional steps as its search takes, so that the main run is as long as that of the other
+methods and the search is the extra cost that the table shows; the row "auto inside" has S in all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.lr.free import Free, warmed
 from benchmarks.lr.problem import Task
-from benchmarks.lr.race import fixed, raced
 from benchmarks.lr.report import FREE, STARTS, documents, figure, markdown, ratios, readme, table
-from benchmarks.lr.rivals import guided, others, paper
+from benchmarks.lr.rivals import others, paper, slope
 from benchmarks.lr.rows import Rows
+from benchmarks.lr.simulated import auto, fixed
 from benchmarks.lr.tasks import FIRST, JUDGED, TASKS
 from benchmarks.rows import RESULTS
 
@@ -40,7 +40,7 @@ ROWS = RESULTS / "lr_recovery.jsonl"
 FIGURE = RESULTS / "lr_recovery.png"
 GRID = range(-3, 4)
 RIVAL_SEEDS = 2
-"""Seeds of everybody but the grid and "auto"."""
+"""Seeds of all methods but the grid and "auto"."""
 
 
 class Arbiter(Rows):
@@ -75,13 +75,13 @@ class Arbiter(Rows):
             first, last = min(first, at - 2), max(last, at + 2)
 
     def contenders(self, task: Task, steps: int, seed: int, *, short: bool) -> None:
-        """Everybody but the grid."""
+        """All methods but the grid."""
         best, _ = self.best(task.name, steps)
         for start in (0.1, 10.0) if short else STARTS:
             at = best * start
             self.run(
                 task, steps, seed, "auto", start,
-                lambda at=at: raced(task, seed, steps, at, inside=False),  # type: ignore[misc]
+                lambda at=at: auto(task, seed, steps, at, inside=False),  # type: ignore[misc]
             )  # fmt: skip
         if short or seed >= RIVAL_SEEDS:
             return
@@ -110,25 +110,24 @@ class Arbiter(Rows):
         for start in (0.1, 10.0):
             self.run(
                 task, steps, seed, "auto inside", start,
-                lambda at=best * start: raced(task, seed, steps, at, inside=True),  # type: ignore[misc]
+                lambda at=best * start: auto(task, seed, steps, at, inside=True),  # type: ignore[misc]
             )  # fmt: skip
         for start in (0.1, 1.0, 10.0):
             self.run(
                 task, steps, seed, FREE, start,
-                lambda at=best * start: raced(  # type: ignore[misc]
+                lambda at=best * start: auto(  # type: ignore[misc]
                     task, seed, steps, at, make=Free, plays=warmed
                 ),
             )  # fmt: skip
 
     def rules(self, task: Task, steps: int, seed: int, starts: Sequence[float]) -> None:
-        """Our other rules and the paper's."""
+        """The slope rule and the paper's."""
         best, _ = self.best(task.name, steps)
         for at, start in ((best * start, start) for start in starts):
-            for name in ("slope", "climb"):
-                self.run(
-                    task, steps, seed, name, start,
-                    lambda at=at, name=name: guided(task, seed, steps, at, name),  # type: ignore[misc]
-                )  # fmt: skip
+            self.run(
+                task, steps, seed, "slope", start,
+                lambda at=at: slope(task, seed, steps, at),  # type: ignore[misc]
+            )  # fmt: skip
             for sigma in (0.1, 0.002):
                 self.run(
                     task, steps, seed, f"paper {sigma}", start,
@@ -141,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma separated")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--lengths", default="800,2000")
-    parser.add_argument("--short", action="store_true", help="the race on two tasks, one seed")
+    parser.add_argument("--short", action="store_true", help="auto on two tasks, one seed")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     parser.add_argument("--markdown", action="store_true", help="print the documents' tables")
     parser.add_argument("--rows", type=Path, default=ROWS)

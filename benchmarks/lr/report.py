@@ -28,15 +28,15 @@ def readme(short: int, long: int) -> list[Column]:
 
 
 def documents(steps: int) -> list[list[Column]]:
-    """Columns of the tables of docs/controller.md: the rule, the other rules from where all tasks
-    were run and from where some were, everybody else."""
-    race = [
+    """Columns of the tables of docs/controller.md: auto, the other rules from where all tasks were
+    run and from where some were, the other methods."""
+    auto = [
         *(("auto", start) for start in STARTS),
         *(("auto inside", start) for start in (0.1, 10.0)),
         *((FREE, start) for start in (0.1, 1.0, 10.0)),
     ]
     rules = [
-        [(name, start) for name in ("slope", "climb", "paper 0.1", "paper 0.002") for start in pair]
+        [(name, start) for name in ("slope", "paper 0.1", "paper 0.002") for start in pair]
         for pair in ((0.1, 10.0), (0.01, 1.0))
     ]
     others = [
@@ -44,7 +44,7 @@ def documents(steps: int) -> list[list[Column]]:
         *((name, 0.0) for name in ("prodigy", "d-adaptation")),
         *(("schedule-free", start) for start in (0.0, 0.1, 1.0, 10.0)),
     ]
-    return [[(steps, *column) for column in part] for part in (race, *rules, others)]
+    return [[(steps, *column) for column in part] for part in (auto, *rules, others)]
 
 
 def table(rows: Rows) -> str:

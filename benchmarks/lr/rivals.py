@@ -1,4 +1,4 @@
-"""Rivals: the paper's rule, rules that are fed by probes, optimizers that claim to need no rate."""
+"""Rivals: the paper's rule, the slope rule, optimizers that claim to need no learning rate."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ import torch
 from torch import Tensor
 
 from benchmarks.lr.problem import Stacked, Task
-from benchmarks.lr.race import PROBES, REPLICAS, WARM, Row, scheduled, weights
-from hdet_scale.method.paper import Descent, PaperRule, Steering
-from hdet_scale.method.spread import assignment, multipliers
-from hdet_scale.rules.climb import Climb
+from benchmarks.lr.simulated import PROBES, REPLICAS, WARM, Row, scheduled, weights
+from hdet_scale.method.paper import Descent, PaperRule, PaperSteering
 from hdet_scale.rules.designs import levels
-from hdet_scale.rules.slope import Slope, Sums, Width
+from hdet_scale.rules.slope import Slope, Width
+from hdet_scale.rules.sums import Sums
 
 
 def paper(task: Task, seed: int, steps: int, start: float, sigma: float) -> Row:
     """The paper's rule: shared gradients, spread 1/9, a converge every 10 steps."""
     n, interval, small = REPLICAS, 10, max(1, task.batch // REPLICAS)
-    steering = Steering(
-        ["lr"], lambda: PaperRule(sigma), Descent(start=round(WARM * steps), interval=interval)
+    steering = PaperSteering(
+        ["lr"],
+        lambda: PaperRule(sigma),
+        Descent(start=round(WARM * steps), interval=interval),
+        spread=1 / 9,
+        seed=seed,
     )
     model = Stacked(task, weights(task, seed, n))
-    fan, heard = multipliers(n, 1 / 9), torch.zeros(n, dtype=torch.float64)
-    order = list(range(n))
+    total = torch.zeros(n, dtype=torch.float64)
+    (fan,) = steering.fans(n, 0)
     for t, batch in enumerate(task.draw(seed, steps)):
         value = start * scheduled(t, steps)
         base = steering.bases([value])[0]
         losses, gradients = model.gradients(batch[: n * small].view(n, small))
-        heard += losses
+        total += losses
         shared = [g.mean(0, keepdim=True).expand_as(g) for g in gradients]
-        model.step(base * torch.tensor([fan[i] for i in order]), shared)
+        model.step(base * torch.tensor(fan), shared)
         if (t + 1) % interval == 0:
             with torch.no_grad():
                 for weight in model.params.values():
                     weight.copy_(weight.mean(0, keepdim=True).expand_as(weight))
-            used = [base * fan[i] for i in order]
-            steering.update(t + 1, [value], (heard / interval).tolist(), [used])
-            heard.zero_()
-            order = assignment(n, seed=seed, round=(t + 1) // interval, factor="lr")
+            used = [base * rho for rho in fan]
+            steering.update(t + 1, [value], (total / interval).tolist(), [used])
+            total.zero_()
+            (fan,) = steering.fans(n, (t + 1) // interval)
     mean = {k: v.mean(0, keepdim=True) for k, v in model.params.items()}
     return {
         "loss": float(task.validate(mean)[0]),
@@ -52,14 +55,13 @@ def paper(task: Task, seed: int, steps: int, start: float, sigma: float) -> Row:
     }
 
 
-def guided(task: Task, seed: int, steps: int, start: float, name: str) -> Row:
-    """Rules that are fed by a probe at each converge: shared gradients, spread 0.3, fresh batches
-    for each probe; a converge every 10 steps (slope) or 4 (climb)."""
-    n, small = REPLICAS, max(1, task.batch // REPLICAS)
-    rule: Slope | Climb = Slope(["lr"], Width(0.3)) if name == "slope" else Climb(["lr"], steps)
-    interval = 10 if name == "slope" else 4
+def slope(task: Task, seed: int, steps: int, start: float) -> Row:
+    """The slope rule, fed by a probe at each converge: shared gradients, spread 0.3, a converge
+    every 10 steps, fresh batches for each probe."""
+    n, interval, small = REPLICAS, 10, max(1, task.batch // REPLICAS)
+    rule = Slope(["lr"], Width(0.3))
     model = Stacked(task, weights(task, seed, n))
-    begun, probed, index = model.copies(), 0, 0
+    probed, index = 0, 0
     (column,) = levels(n, ["lr"], seed=seed, round=index)
     for t, batch in enumerate(task.draw(seed, steps)):
         decision = rule.decision
@@ -75,15 +77,12 @@ def guided(task: Task, seed: int, steps: int, start: float, name: str) -> Row:
             drawn = [task.losses(model.params, b.expand(n, -1)).double() for b in batches]
         rows = torch.stack(drawn, 1).tolist()
         each = [Sums.of([math.log(r)], row) for r, row in zip(rho, rows, strict=True)]
-        decision = rule.update(functools.reduce(operator.add, each), t + 1)
+        rule.update(functools.reduce(operator.add, each), t + 1)
         probed, index = probed + PROBES // 2, index + 1
         (column,) = levels(n, ["lr"], seed=seed, round=index)
         with torch.no_grad():
-            for key, weight in model.params.items():
-                mean = weight.mean(0, keepdim=True).expand_as(weight)
-                weight.copy_(begun[key] if decision.rewind else mean)
-        if decision.rewind:
-            model.reset()
+            for weight in model.params.values():
+                weight.copy_(weight.mean(0, keepdim=True).expand_as(weight))
     mean = {k: v.mean(0, keepdim=True) for k, v in model.params.items()}
     return {
         "loss": float(task.validate(mean)[0]),

@@ -1,5 +1,5 @@
 """Problems that may explode or die in the middle of a run: recurrences and a deep network, of which
-short heats say little."""
+short trials say little."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.time_to_loss            # 4 replicas, 3 seeds
 
-The loss is that on held-out text at the end of each round, where the replicas agree, as a trailing
+The loss is that on held-out text at the end of each round, where replicas are equal, as a trailing
 mean over --window rounds; the goal is what vanilla DDP has at its end. A run that never gets there
 is counted as never: nothing is extrapolated. Steps and tokens have one ratio, since every mode
 trains on the same batch at a step.

@@ -79,7 +79,7 @@ def host_timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def race(
+def take_turns(
     optimizers: dict[str, torch.optim.Optimizer],
     repeats: int,
     timer: Callable[[Callable[[], object], torch.device], float],
@@ -107,10 +107,12 @@ def measure(device: torch.device, repeats: int) -> list[dict[str, object]]:
     """One row for each contender and quantity."""
     makers = contenders(device)
     params = make_params(gpt2_small(), device)
-    step = race({n: make(in_groups(params)) for n, make in makers.items()}, repeats, timed, device)
+    step = take_turns(
+        {n: make(in_groups(params)) for n, make in makers.items()}, repeats, timed, device
+    )
     small = make_params([(16,)] * len(params), device)
     few = {n: make(in_groups(small)) for n, make in makers.items() if n != "torch foreach"}
-    host = race(few, 20 * repeats, host_timed, device)
+    host = take_turns(few, 20 * repeats, host_timed, device)
     found: list[dict[str, object]] = []
     for quantity, seconds in (("step", step), ("host", host)):
         for name, values in seconds.items():

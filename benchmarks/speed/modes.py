@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet_scale import ConvergePolicy, OneCycleAutoLR, fsdp
 from hdet_scale.models.gpt import GPT, GPTConfig
-from hdet_scale.phases.exploring import Exploring
 from hdet_scale.topology import local
 
 GPT2_VOCABULARY = 50257
@@ -60,7 +59,7 @@ class Mode:
     @property
     def converges(self) -> bool:
         """Whether it is HDET."""
-        return isinstance(self.scheduler, Exploring)
+        return isinstance(self.scheduler, OneCycleAutoLR)
 
     @property
     def kept_bytes(self) -> int:
@@ -164,7 +163,8 @@ def _on_deepspeed(name: str, model: nn.Module, interval: int, batch: int, shards
         start, schedule = initialize, None
         cycle = {"max_lr": MAX_LR, "total_steps": TOTAL}
         settings["scheduler"] = {"type": "HDETOneCycle", "params": cycle}
-        settings["hdet"] = {"shards": shards, "interval": interval, "spread": SPREAD}
+        paper = {"rule": "paper", "spread": SPREAD}
+        settings["hdet"] = {"shards": shards, "interval": interval, **paper}
     engine, _, _, scheduler = start(
         model=model,
         model_parameters=model.parameters(),

@@ -34,7 +34,7 @@ Table = dict[tuple[str, str, int], Estimate]
 def computed(clusters: Sequence[str] = CLUSTERS, sizes: Sequence[str] = SIZES) -> Table:
     """An estimate for each cluster, size and number of replicas."""
     found: Table = {}
-    config = HDETConfig(interval=1000)
+    config = HDETConfig(rule="paper", interval=1000)
     for on in clusters:
         for size in sizes:
             model = shapes.of(size)
@@ -43,7 +43,7 @@ def computed(clusters: Sequence[str] = CLUSTERS, sizes: Sequence[str] = SIZES) -
             for n in REPLICAS:
                 work = Workload(model=model, gpus=n * shards, cluster=PRESETS[on])
                 found[on, size, n] = estimate(
-                    work, HDETConfig(interval=1000, shards=shards, replicas=n)
+                    work, HDETConfig(rule="paper", interval=1000, shards=shards, replicas=n)
                 )
     return found
 

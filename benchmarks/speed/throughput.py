@@ -36,7 +36,7 @@ T = 1000
 COUNTED = ("ddp", "shared", "local", "local-own")
 """Modes whose bytes the profiler sees whole: groups of all ranks, no thread in the background."""
 WARM = 3
-"""Turns that are not counted: fresh memory, DDP's second look at its buckets."""
+"""Turns that are not counted: fresh memory, and DDP orders its buckets anew after the first."""
 
 
 class Sampler:
@@ -68,7 +68,7 @@ def work(send: ranks.Send, options: argparse.Namespace) -> None:
         for name in options.modes
     ]
     sample = Sampler(options)
-    seconds = race(modes, sample, options)
+    seconds = take_turns(modes, sample, options)
     found: dict[str, Any] = {"seconds": seconds, "modes": {}}
     for mode in modes:
         found["modes"][mode.name] = {
@@ -82,7 +82,9 @@ def work(send: ranks.Send, options: argparse.Namespace) -> None:
         send(found)
 
 
-def race(modes: list[Mode], sample: Sampler, options: argparse.Namespace) -> dict[str, list[float]]:
+def take_turns(
+    modes: list[Mode], sample: Sampler, options: argparse.Namespace
+) -> dict[str, list[float]]:
     """Seconds of every counted step, in turns. Turn 0 begins a round of every mode."""
     seconds: dict[str, list[float]] = {mode.name: [] for mode in modes}
     warm = -(-WARM // options.interval) * options.interval

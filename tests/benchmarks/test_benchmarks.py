@@ -46,6 +46,7 @@ def test_overhead_grows_with_the_replicas() -> None:
     assert scale.REPLICAS[0] == 8
     assert scale.REPLICAS[-1] == 16_384
     assert shares == sorted(shares)
+    assert shares[0] > 0
     assert all(e.replicas == n for (_, _, n), e in found.items())
 
 
@@ -93,7 +94,7 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(values | changes))
 
 
-def race_in_rank(rank: int, size: int, traces: str) -> Any:
+def turns_in_rank(rank: int, size: int, traces: str) -> Any:
     sent: list[Any] = []
     throughput.work(sent.append, options(profile=traces))
     return sent
@@ -102,7 +103,7 @@ def race_in_rank(rank: int, size: int, traces: str) -> Any:
 def test_bytes_of_a_step_are_those_of_the_method(pair: Fleet, tmp_path: Any) -> None:
     """Shared: the gradients and a converge in a thousand steps. Local: parameters and both
     moments; parameters alone where each replica keeps its moments."""
-    found, nothing = pair.run(race_in_rank, str(tmp_path))
+    found, nothing = pair.run(turns_in_rank, str(tmp_path))
     assert nothing == []
     results = {r["mode"]: r for r in throughput.summary(found[0], options())}
     over = {name: r["bytes_over_first"] for name, r in results.items()}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hdet_scale.method.records import EvaluationRecord, TrialRecord
-from hdet_scale.search.trials import LONG
 from tests.support.fleet import Fleet
 from tests.support.toy import same
+from tests.support.trials import long_stage, short_trials
 from tests.support.zero_runs import (
     MAX_LR,
     MICRO,
@@ -39,32 +36,13 @@ WATCHED_STEPS = 800
 """Of a run of two replicas under a watch."""
 
 
-@contextlib.contextmanager
-def _short_trials() -> Iterator[None]:
-    """A search is run with trials of so few steps: a test has no time for more."""
-    with mock.patch("hdet_scale.phases.build.LEAST_STEPS", 4):
-        yield
-
-
-@contextlib.contextmanager
-def _long_stage(parts: int) -> Iterator[None]:
-    """Every search has a long stage, of so many teams."""
-    before = LONG.parts
-    object.__setattr__(LONG, "parts", parts)
-    try:
-        with mock.patch("hdet_scale.search.decision.LEARNT", 2.0):
-            yield
-    finally:
-        object.__setattr__(LONG, "parts", before)
-
-
 def _searching(stage: int, dtype: str = "fp32", shards: int = 2, *, peak: float = 0.0) -> Run:
     """A run that begins with a search, from far below a good rate."""
     config = settings(stage, dtype, shards, rule="auto", spread=0.0)
     peak = peak or MAX_LR / 50
     params = {"max_lr": peak, "total_steps": SEARCHED_STEPS, "cycle_momentum": False}
     config["scheduler"]["params"] = params
-    with _short_trials():
+    with short_trials():
         run = Run(config)
     run.scheduler.probe_with(common(run))
     return run
@@ -139,7 +117,7 @@ def _in_teams(rank: int, size: int, stage: int) -> Any:
     reference = network()
     plain = torch.optim.AdamW(reference.parameters(), eps=1e-3)
     first, phase, step = rank // 2 * 2, run.scheduler.present_phase, 0
-    with _long_stage(parts=2):
+    with long_stage(parts=2):
         while phase.team == 1:
             run.train(step, step + 1)
             step += 1
@@ -259,7 +237,7 @@ def _watched(rank: int, size: int, home: str, stage: int, shards: int) -> Any:
     config["train_batch_size"] = MICRO * 4  # one part a step
 
     def fresh() -> tuple[Run, Any]:
-        with _short_trials():
+        with short_trials():
             run = Run(config)
         start = [m.detach().clone() for m in run.engine.partitions.masters()]
 

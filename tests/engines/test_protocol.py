@@ -13,8 +13,8 @@ from hdet_scale import OneCycleAutoLR, Replicas
 from hdet_scale.engines import Engine
 from hdet_scale.engines.gradient_mean import GradientMean
 from tests.support.fleet import Fleet
-from tests.support.searched import short_runs
 from tests.support.toy import batch, parameters, toy
+from tests.support.trials import short_trials
 
 STEPS = 1200
 """With short_runs enough for a search of two replicas."""
@@ -70,7 +70,7 @@ def on_ddp(rank: int, size: int, rule: str, steps: int) -> tuple[list[Tensor], f
     model = toy(0)
     optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
     probe = held_out(model.module) if rule == "auto" else None
-    with short_runs():
+    with short_trials():
         scheduler = OneCycleAutoLR(
             optimizer, 3e-4, STEPS, model=model, probe=probe, cycle_momentum=False, **options(rule)
         )
@@ -88,7 +88,7 @@ def on_the_newcomer(rank: int, size: int, rule: str, steps: int) -> tuple[list[T
     model = toy(wrap=False)
     engine = FlatEngine(model, Replicas.world())
     probe = held_out(model) if rule == "auto" else None
-    with short_runs():
+    with short_trials():
         scheduler = OneCycleAutoLR(
             engine.optimizer,
             3e-4,

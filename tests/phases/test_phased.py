@@ -23,8 +23,9 @@ from hdet_scale.phases.searching import Searching
 from hdet_scale.phases.watched import Watched
 from tests.support.calls import calls
 from tests.support.fleet import Fleet
-from tests.support.searched import Overfitting, short_runs, without_long_stage
+from tests.support.searched import Overfitting
 from tests.support.toy import batch, learn, parameters, same, toy
+from tests.support.trials import short_trials, without_long_stage
 
 S, T = 4000, 5
 FEW, MANY = 8, 16384
@@ -214,7 +215,7 @@ def rounds(model: nn.Module, lr: float, policy: dict[str, Any], **options: Any) 
             x, y = batch(10_000 + i, 0)
             yield (inner(x) - y).square().mean()
 
-    with short_runs(4):
+    with short_trials(4):
         scheduler = AutoLR(
             LambdaLR(optimizer, lambda _: 1.0), config, model=model,
             probe=losses if probe else None,

@@ -32,9 +32,9 @@ from hdet_scale.factors import learning_rates
 from hdet_scale.search.trials import STAGES
 from hdet_scale.topology import local
 from tests.support.fleet import Fleet
-from tests.support.searched import long_stage, short_runs, without_long_stage
 from tests.support.toy import batch, bits, buffers, learn, moments, parameters, same, toy
 from tests.support.traffic import traffic
+from tests.support.trials import long_stage, short_trials, without_long_stage
 
 S = 600
 KINDS = ("one cycle", "cosine")
@@ -74,7 +74,7 @@ class Run:
         self.model = toy(rank, norm=True, rebuild=False)
         self.optimizer = optimizer_for(self.model, how, lr)
         probe = common(self.model) if probed else None
-        with short_runs(4):
+        with short_trials(4):
             if kind == "one cycle":
                 self.scheduler: Any = OneCycleAutoLR(
                     self.optimizer, lr, total_steps=total, rule="auto", model=self.model,
@@ -180,7 +180,7 @@ def test_the_first_step_after_the_search_is_the_first_step_of_a_fresh_run() -> N
     optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9, dampening=0.5)
     schedule = LambdaLR(optimizer, lambda _: 1e-4)
     config = HDETConfig(rule="auto", total_steps=2 * S)
-    with short_runs(4):
+    with short_trials(4):
         scheduler = AutoLR(schedule, config, model=model, probe=common(model))
     assert scheduler.searching
     step = 0
@@ -523,7 +523,7 @@ def test_a_finished_search_is_carried_into_a_run_that_runs_none() -> None:
         first.step(learn(model, optimizer, first.steps_done, 0))
     state = copy.deepcopy(first.state_dict())
     first.detach()
-    with short_runs(100):
+    with short_trials(100):
         other = scheduler(3500)
     assert not other.searching
     other.load_state_dict(state)
@@ -621,7 +621,7 @@ def test_replicas_of_nans_are_left_out_and_go_back_whole(pair: Fleet, bad: tuple
 def _unwrapped(rank: int, size: int) -> str:
     model = toy(wrap=False)
     optimizer = AdamW(model.parameters(), lr=0.1)
-    with short_runs(4):
+    with short_trials(4):
         scheduler = OneCycleAutoLR(optimizer, 0.1, total_steps=S, rule="auto", cycle_momentum=False)
     try:
         scheduler.step(learn(model, optimizer, 0, rank))
@@ -683,7 +683,7 @@ def _sharded(rank: int, size: int) -> Any:
     config = HDETConfig(rule="auto", total_steps=S)
     inner = CosineAnnealingLR(optimizer, S)
     where = Replicas.from_mesh(mesh)
-    with short_runs(4):
+    with short_trials(4):
         scheduler = AutoLR(inner, config, replicas=where, probe=common(model))
     with fsdp.attach(model, optimizer, scheduler, mesh=mesh) as hdet:
         step, gradients = 0, []
@@ -726,7 +726,7 @@ def _native(rank: int, size: int) -> str:
     optimizer = AdamW(model.parameters(), lr=3e-5)
     inner, config = CosineAnnealingLR(optimizer, S), HDETConfig(rule="auto", total_steps=S)
     try:
-        with short_runs(4):
+        with short_trials(4):
             fsdp.attach(model, optimizer, inner, config=config)
     except ValueError as error:
         return str(error)

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet_scale import AutoLR, FusedAdamW, HDETConfig, Replicas, fsdp
 from tests.support.fleet import Fleet
-from tests.support.searched import short_runs, without_long_stage
 from tests.support.sharded import batch, build_model, loss_of
 from tests.support.toy import same
+from tests.support.trials import short_trials, without_long_stage
 
 S = 1200
 OPTIMIZERS: dict[str, Any] = {
@@ -45,7 +45,7 @@ class Run:
         fully_shard(self.model, mesh=mesh["shard"])
         self.model.register_buffer("seen", torch.zeros(()))
         self.optimizer: Optimizer = OPTIMIZERS[kind](self.model.parameters())
-        with short_runs(4):
+        with short_trials(4):
             self.scheduler = AutoLR(
                 CosineAnnealingLR(self.optimizer, S),
                 HDETConfig(rule="auto", total_steps=S),

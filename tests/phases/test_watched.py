@@ -26,9 +26,10 @@ from hdet_scale.converge.pipeline import local
 from hdet_scale.method.records import EvaluationRecord
 from hdet_scale.search.probe import common_batches
 from tests.support.fleet import Fleet
-from tests.support.searched import TURN, Overfitting, short_runs
+from tests.support.searched import TURN, Overfitting
 from tests.support.toy import bits, buffers, learn, moments, parameters, same, toy
 from tests.support.traffic import traffic
+from tests.support.trials import short_trials
 
 S = 800
 LR = 1e-4
@@ -59,7 +60,7 @@ class Run:
         self.model = toy(rank, norm=True, rebuild=False)
         self.world = Overfitting(self.model)
         self.optimizer = AdamW(self.model.parameters(), lr=LR)
-        with short_runs():
+        with short_trials():
             self.scheduler = self.scheduler_of(kind, gradients, probed)
         self.start = parameters(self.model), buffers(self.model)
         self.step = 0
@@ -322,7 +323,7 @@ def _few_batches(rank: int, size: int) -> Any:
         return model(torch.full((4, 4), batch)).square().mean()
 
     probe = common_batches(iter([0.5]), loss, count=1)
-    with short_runs():
+    with short_trials():
         scheduler = OneCycleAutoLR(
             optimizer, LR, total_steps=S, rule="auto", model=model, probe=probe,
             cycle_momentum=False,
@@ -371,7 +372,7 @@ def _sharded(rank: int, size: int, how: str, folder: str) -> Any:
         optimizer = AdamW(model.parameters(), lr=LR)
         inner = CosineAnnealingLR(optimizer, S)
         config = HDETConfig(rule="auto", total_steps=S)
-        with short_runs():
+        with short_trials():
             replicas = Replicas.from_mesh(mesh)
             scheduler = AutoLR(inner, config, replicas=replicas, probe=world.losses)
             fsdp.attach(model, optimizer, scheduler, mesh=mesh)

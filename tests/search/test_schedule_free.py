@@ -10,8 +10,8 @@ from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch.optim.lr_scheduler import LambdaLR
 
 from hdet_scale import AutoLR, HDETConfig
-from tests.support.searched import without_long_stage
 from tests.support.toy import batch, parameters, same, toy
+from tests.support.trials import without_long_stage
 
 S = 4000
 

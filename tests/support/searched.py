@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -16,43 +12,13 @@ from torch.optim import AdamW
 
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.runs.log import RunLog
-from hdet_scale.search.trials import LONG
 from hdet_scale.topology import local
 from tests.support.toy import learn, toy
+from tests.support.trials import short_trials
 
 STEPS, EVERY = 1600, 10
 TURN = 0.3
 INITIAL = (1e-5, 2e-5)
-
-
-@contextlib.contextmanager
-def short_runs(steps: int = 5) -> Iterator[None]:
-    """A search is run with trials of so few steps: a test has no time for more."""
-    with mock.patch("hdet_scale.phases.build.LEAST_STEPS", steps):
-        yield
-
-
-@contextlib.contextmanager
-def long_stage(parts: int) -> Iterator[None]:
-    """Every search has a long stage, of so many teams."""
-    before = LONG.parts
-    object.__setattr__(LONG, "parts", parts)
-    try:
-        with mock.patch("hdet_scale.search.decision.LEARNT", 2.0):
-            yield
-    finally:
-        object.__setattr__(LONG, "parts", before)
-
-
-def without_long_stage(work: Any) -> Any:
-    """No search inside `work` has a long stage, though trials of a few steps learn little."""
-
-    @functools.wraps(work)
-    def patched(*args: Any, **options: Any) -> Any:
-        with mock.patch("hdet_scale.search.decision.LEARNT", -1.0):
-            return work(*args, **options)
-
-    return patched
 
 
 class Overfitting:
@@ -88,7 +54,7 @@ def searched(folder: Path, *, stop: int = STEPS, overfits: bool = False) -> Any:
     parts = list(model.parameters())
     optimizer = AdamW([{"params": parts[:2]}, {"params": parts[2:]}])
     world = Overfitting(model) if overfits else None
-    with short_runs():
+    with short_trials():
         scheduler = OneCycleAutoLR(
             optimizer,
             list(INITIAL),

@@ -1,5 +1,5 @@
 """A run, and a run of rule="auto", with simulated replicas: copies in one process, each with its
-part of the batch (tests/test_lr_recovery.py shows that this equals real processes)."""
+part of the batch (tests/benchmarks/test_simulated.py shows that this equals real processes)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lr.problem import Params, Stacked, Task
-from hdet_scale.search.decision import Race
+from hdet_scale.search.decision import RateSearch
 from hdet_scale.search.trials import Level, shape
 from hdet_scale.search.watch import Watch
 
@@ -21,7 +21,7 @@ REPLICAS = 8
 PROBES = 16
 """Micro-batches of a probe."""
 VALIDATED = 1024
-"""Held-out examples that a run is judged by in the end; the probe's are others."""
+"""Held-out examples that a run is judged by at its end; the probe has others."""
 WARM = 0.05
 """Share of a run that is its warm-up; then a cosine to zero."""
 
@@ -52,11 +52,11 @@ def fixed(task: Task, seed: int, steps: int, rates: list[float]) -> list[float]:
     return [float(x) for x in task.validate(model.params)]
 
 
-# -- the race ---------------------------------------------------------------------------------
+# -- the search -------------------------------------------------------------------------------
 
 
 def held_out(task: Task, seed: int) -> Tensor:
-    """The probe's batches, [PROBES, b]: examples that nobody trains on, nor validates with."""
+    """The probe's batches, [PROBES, b]: examples that are neither trained on nor validated with."""
     generator = torch.Generator().manual_seed(10**6 + seed)
     size = (PROBES, max(1, task.batch // REPLICAS))
     first = task.train + VALIDATED
@@ -71,79 +71,83 @@ def probe(task: Task, params: Params, seed: int) -> Tensor:
     return torch.stack(drawn).double()
 
 
-def run_heat(
-    task: Task, seed: int, rule: Race, start: float, data: int, make: type[Stacked] = Stacked
+def run_trial(
+    task: Task, seed: int, rule: RateSearch, start: float, data: int, make: type[Stacked] = Stacked
 ) -> list[Level]:
-    """All replicas through one heat, each with its own batches; sums at each level."""
-    heat, n = rule.heat(), rule.replicas // rule.team
+    """All teams through one trial, each with its own batches; sums of the losses at each level."""
+    trial, n = rule.trial, rule.replicas // rule.team
+    first = [rule.team * r for r in range(n)]  # the first replica of each team
     model = make(task, weights(task, seed, n))
     small = max(1, task.batch // n)
-    batches = torch.stack([task.draw(data * n + r, heat.steps, small) for r in range(n)], 1)
-    peak = start * torch.tensor(heat.multipliers[:: rule.team])
+    batches = torch.stack([task.draw(data * n + r, trial.steps, small) for r in range(n)], 1)
+    peak = start * torch.tensor([trial.multiplier(r) for r in first])
     for i, batch in enumerate(batches):
         _, gradients = model.gradients(batch)
-        model.step(peak * shape(i, heat.steps), gradients)
-    seen = [Level() for _ in range(rule.size)]
-    for r, loss in enumerate(probe(task, model.judged(), seed).mean(0)):
-        seen[heat.levels[r * rule.team]] += Level.of(float(loss))
-    return seen
+        model.step(peak * shape(i, trial.steps), gradients)
+    levels = [Level() for _ in range(rule.size)]
+    for r, loss in zip(first, probe(task, model.judged(), seed).mean(0), strict=True):
+        at, more = trial.level(r), Level.of(float(loss))
+        levels[at] = Level(levels[at].count + more.count, levels[at].total + more.total)
+    return levels
 
 
 @dataclass
-class Raced:
-    """A race, and what it has cost."""
+class Searched:
+    """A search, and its cost."""
 
-    rule: Race
+    rule: RateSearch
     steps: int = 0
     probed: float = 0.0
     """Batches that every replica has evaluated; the members of a team split them."""
 
 
-def race(task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked) -> Raced:
-    """To its end."""
-    rule = Race(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
+def search(
+    task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked
+) -> Searched:
+    """A whole search of a run of `total` steps."""
+    rule = RateSearch(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
     first = Level.of(float(probe(task, weights(task, seed), seed).mean()))
-    out = Raced(rule)
+    out = Searched(rule)
     while not rule.over:
-        out.steps += rule.heat().steps
+        out.steps += rule.trial.steps
         out.probed += PROBES / rule.team
-        data = 10_000 * (seed + 1) + rule.heats_run + 1
-        rule.close(run_heat(task, seed, rule, start, data, make), first)
+        data = 10_000 * (seed + 1) + rule.trials_run + 1
+        rule.close(run_trial(task, seed, rule, start, data, make), first)
     return out
 
 
 @dataclass
-class Guarded:
-    """A run that starts again where its watch says so."""
+class WatchedRun:
+    """A run that restarts where its watch says so."""
 
     loss: float
     scale: float
-    looks: int
+    evaluations: int
     verdicts: list[str]
 
 
-def guarded(
+def watched(
     task: Task,
     seed: int,
-    raced: Raced,
+    searched: Searched,
     start: float,
     make: type[Stacked] = Stacked,
     plays: Callable[[int, int], float] = scheduled,
-) -> Guarded:
-    """The run after a race, all replicas as one, under its watch; `plays` is the schedule."""
-    rule = raced.rule
-    total, left = rule.total_steps, rule.total_steps - raced.steps
+) -> WatchedRun:
+    """The run after a search, all replicas as one, under its watch; `plays` is the schedule."""
+    rule = searched.rule
+    total, left = rule.total_steps, rule.total_steps - searched.steps
     watch = Watch(
         total_steps=total,
-        begun=raced.steps,
+        begun=searched.steps,
         mean=statistics.fmean(plays(t, total) for t in range(total)),
         scale=rule.scale,
         before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
-        promise=rule.promise,
+        target=rule.target,
         contested=rule.contested,
         duel=rule.duel,
     )
-    out, t = Guarded(0.0, watch.scale, 1, []), 0
+    out, t = WatchedRun(0.0, watch.scale, 1, []), 0
     model, batches = make(task, weights(task, seed)), task.draw(seed, left)
     for batch in batches:
         share = plays(t, left)
@@ -153,9 +157,9 @@ def guarded(
         watch.count(share)
         if not watch.due:
             continue
-        out.looks += 1
-        seen = probe(task, model.judged(), seed)[:, 0].tolist()
-        again = watch.look(seen, float(losses[0]))
+        out.evaluations += 1
+        held = probe(task, model.judged(), seed)[:, 0].tolist()
+        again = watch.evaluate(held, float(losses[0]))
         if watch.verdict not in ("", *out.verdicts):
             out.verdicts.append(watch.verdict)
         if again is not None:
@@ -166,14 +170,14 @@ def guarded(
 
 
 def around(steps: int) -> int:
-    """Steps in all of which a race leaves just so many, unless it is blind."""
+    """Steps in all of which a search leaves just so many, unless it needs its long stage."""
     total = steps
-    while total - Race(replicas=REPLICAS, total_steps=total, adaptive=True).budget < steps:
+    while total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).budget < steps:
         total += 1
     return total
 
 
-def raced(
+def auto(
     task: Task,
     seed: int,
     steps: int,
@@ -183,12 +187,12 @@ def raced(
     make: type[Stacked] = Stacked,
     plays: Callable[[int, int], float] = scheduled,
 ) -> Row:
-    """A race, then the run with what it found, under its watch."""
+    """A run of rule="auto": the search, then the run at the rate that won, under its watch."""
     total = steps if inside else around(steps)
-    before = race(task, seed, total, start, make)
-    run = guarded(task, seed, before, start, make, plays)
+    before = search(task, seed, total, start, make)
+    run = watched(task, seed, before, start, make, plays)
     # A forward is a third of a step; replicas of the same weights split a probe.
-    probed = (before.probed + (1 + run.looks) * PROBES / REPLICAS) / 3
+    probed = (before.probed + (1 + run.evaluations) * PROBES / REPLICAS) / 3
     return {
         "loss": run.loss,
         "rate": start * run.scale,

@@ -1,10 +1,8 @@
-"""The arbiter's simulated replicas are the real ones; its arithmetic is what it says."""
+"""The arbiter's simulated replicas are the real ones."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,28 +14,26 @@ from torch.optim import SGD, AdamW
 
 from benchmarks.lr.free import Free
 from benchmarks.lr.problem import Stacked, Task
-from benchmarks.lr.race import (
+from benchmarks.lr.simulated import (
     REPLICAS,
     VALIDATED,
     around,
     fixed,
-    guarded,
     held_out,
     probe,
-    race,
-    run_heat,
+    run_trial,
     scheduled,
+    search,
+    watched,
     weights,
 )
-from benchmarks.lr.recovery import Arbiter
-from benchmarks.lr.report import markdown, ratios, summary, table
-from benchmarks.lr.rows import Rows
-from benchmarks.lr.tasks import FIRST, JUDGED, TASKS
+from benchmarks.lr.tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
-from hdet_scale.search.decision import Race
+from hdet_scale.method.records import TrialRecord
+from hdet_scale.search.decision import RateSearch
 from hdet_scale.search.trials import Level
 from tests.support.fleet import Fleet
-from tests.support.searched import long_stage
+from tests.support.trials import long_stage, short_trials
 
 S, START = 600, 0.3
 
@@ -112,7 +108,7 @@ def test_copies_without_a_schedule_step_as_the_librarys_do(name: str) -> None:
 
 
 def _real(rank: int, size: int, name: str) -> Any:
-    """The race of the library, in processes, on the simulation's batches: a team's is split."""
+    """The search of the library, in processes, on the simulation's batches: a team's is split."""
     torch.set_num_threads(1)
     task = TASKS[name]
     model = DistributedDataParallel(Copy(task, 1))
@@ -122,23 +118,23 @@ def _real(rank: int, size: int, name: str) -> Any:
     def probe() -> Any:
         return (model.module(b) for b in held_out(task, 1))
 
-    scheduler = OneCycleAutoLR(
-        optimizer, rate, total_steps=S, rule="race", model=model, probe=probe, cycle_momentum=False
-    )
-    heard: list[Any] = []
-    scheduler.on_record(heard.append)
-    heats, rule = 0, scheduler._search.rule  # type: ignore[union-attr]
+    cycle = {"total_steps": S, "cycle_momentum": False}
+    with short_trials():
+        scheduler = OneCycleAutoLR(optimizer, rate, rule="auto", model=model, probe=probe, **cycle)
+    records: list[Any] = []
+    scheduler.on_record(records.append)
+    trials, rule = 0, scheduler.present_phase.rule  # type: ignore[attr-defined]
     while scheduler.searching:
-        heats += 1
+        trials += 1
         teams, team = size // rule.team, rule.team
-        data = (20_000 + heats) * teams + rank // team
-        for batch in task.draw(data, rule.heat().steps, task.batch // teams):
+        data = (20_000 + trials) * teams + rank // team
+        for batch in task.draw(data, rule.trial.steps, task.batch // teams):
             optimizer.zero_grad()
             loss = model(batch.chunk(team)[rank % team])
             loss.backward()
             optimizer.step()
             scheduler.step(loss)
-    return [r.losses for r in heard if r.kind == "trial"], rule.scale
+    return [r.losses for r in records if isinstance(r, TrialRecord)], rule.scale
 
 
 def _real_in_teams(rank: int, size: int, name: str) -> Any:
@@ -146,22 +142,22 @@ def _real_in_teams(rank: int, size: int, name: str) -> Any:
         return _real(rank, size, name)
 
 
-def simulated(name: str, replicas: int) -> tuple[list[tuple[float, ...]], Race]:
-    """Losses of each heat, by replica, and the rule at the end."""
+def simulated(name: str, replicas: int) -> tuple[list[tuple[float, ...]], RateSearch]:
+    """Losses of each trial, by replica, and the rule at the end."""
     task = TASKS[name]
-    rule = Race(replicas=replicas, total_steps=S, adaptive=task.optimizer == "adamw")
+    rule = RateSearch(replicas=replicas, total_steps=S, adaptive=task.optimizer == "adamw")
     losses = []
     first = Level.of(float(probe(task, weights(task, 1), 1).mean()))
     while not rule.over:
-        levels = run_heat(task, 1, rule, task.around * START, 20_000 + rule.heats_run + 1)
-        losses.append(tuple(levels[k].mean for k in rule.heat().levels))
+        levels = run_trial(task, 1, rule, task.around * START, 20_000 + rule.trials_run + 1)
+        losses.append(tuple(levels[k].mean for k in rule.trial.levels(replicas)))
         rule.close(levels, first)
     return losses, rule
 
 
-def check_equal(losses: list[tuple[float, ...]], rule: Race, real: Any) -> None:
-    for heard, scale in real:
-        for mine, theirs in zip(losses, heard, strict=True):
+def check_equal(losses: list[tuple[float, ...]], rule: RateSearch, real: Any) -> None:
+    for seen, scale in real:
+        for mine, theirs in zip(losses, seen, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 both = math.isfinite(a) and math.isfinite(b)
                 assert a == pytest.approx(b, rel=2e-3) if both else math.isfinite(a) == both
@@ -207,78 +203,18 @@ def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
     assert values[-1] < 1e-4
 
 
-def test_the_arbiter_resumes_and_pairs_seeds(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    arbiter = Arbiter(path)
-    task, calls = TASKS["over"], []
-
-    def row(loss: float, rate: float) -> Any:
-        return lambda: calls.append(loss) or {"loss": loss, "rate": rate, "extra": 0.0}
-
-    for seed, shift in ((0, 0.0), (1, 1.0)):
-        for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, math.nan)):
-            arbiter.run(task, 800, seed, "grid", rate, row(loss + shift, rate))
-        arbiter.run(task, 800, seed, "race", 0.1, row(2.2 + 1.1 * shift, 0.1))
-    again = Arbiter(path)
-    again.run(task, 800, 0, "race", 0.1, row(9.0, 9.0))
-    assert 9.0 not in calls
-    assert again.best("over", 800) == (0.2, {0: 2.0, 1: 3.0})
-    excess = again.excesses()["over", 800, "race", 0.1]
-    assert [round(e, 6) for e, _ in excess] == [10.0, 10.0]
-    assert len([json.loads(x) for x in path.read_text().splitlines()]) == 8
-    assert "race from 0.1 x: mean +10.0 %" in table(again)
-
-
 @pytest.mark.parametrize("steps", [600, 800, 2000])
-def test_the_run_after_a_race_is_as_long_as_everybodys(steps: int) -> None:
+def test_the_run_after_a_search_is_as_long_as_those_of_other_methods(steps: int) -> None:
     total = around(steps)
-    assert total - Race(replicas=REPLICAS, total_steps=total, adaptive=True).budget == steps
-    assert total - Race(replicas=REPLICAS, total_steps=total, adaptive=False).budget == steps
+    assert total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).budget == steps
+    assert total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=False).budget == steps
 
 
-def test_where_the_learning_rate_given_stays_the_run_is_the_grids() -> None:
-    """Bit for bit, under its watch: what a row tells is what was found, and no other noise."""
+def test_where_the_initial_rate_stays_the_run_is_the_grids() -> None:
+    """Bit for bit, under its watch: a row differs from the grid by the rate alone."""
     task, steps = TASKS["logit"], 600
-    rule = race(task, 0, around(steps), task.around)
-    rule.found, rule.contested = 0.0, False
-    run = guarded(task, 0, rule, task.around)
-    assert run.looks > 10
+    before = search(task, 0, around(steps), task.around)
+    before.rule.proposed, before.rule.contested = 0.0, False
+    run = watched(task, 0, before, task.around)
+    assert run.evaluations > 10
     assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]
-
-
-def test_tables_are_of_what_was_run(tmp_path: Path) -> None:
-    """Two tasks, two seeds: the excess over the best of the grid with the same seed, its mean and
-    standard error, stars, and no column of what nobody ran."""
-    rows = Rows(tmp_path / "rows.jsonl")
-    for name in ("gpt", "masked"):
-        for seed, best in ((0, 2.0), (1, 4.0)):
-            for rate, loss in ((0.1, best), (0.2, 1.5 * best)):
-                rows.run(TASKS[name], 800, seed, "grid", rate, lambda x=loss, r=rate: row(x, r))
-            loss = best * (1.01 + 0.02 * seed)
-            rows.run(TASKS[name], 800, seed, "auto", 0.1, lambda x=loss: row(x, 0.2))
-    columns = [(800, "auto", 0.1), (800, "auto", 10.0)]
-    lines = markdown(rows, columns, TASKS, errors=True).splitlines()
-    assert lines[0] == "| 800 steps | auto, from 0.1 x |"
-    assert lines[2:4] == ["| gpt | +2.0 ± 1.0 |", "| masked * | +2.0 ± 1.0 |"]
-    assert len(lines) == 4, "neither a median nor a mean of tasks that were not all run"
-    assert "| gpt | +2.0 |" in markdown(rows, columns, TASKS, errors=False)
-    assert markdown(rows, columns[1:], TASKS, errors=True) == ""
-    shown = ratios(rows, columns).splitlines()
-    assert shown[0] == "| LR over the best | 800: auto, from 0.1 x | 800: auto, from 10 x |"
-    assert "| gpt | 2 (2 to 2) |  |" in shown
-
-
-def test_a_median_is_of_all_tasks_and_a_mean_of_all_of_its_own() -> None:
-    of_all = dict.fromkeys(TASKS, 2.0) | {"gpt": 9.0}
-    assert summary(of_all)["median of all"] == [2.0]
-    assert summary(of_all)["mean of the first seven"] == [3.0]
-    first = {task: of_all[task] for task in FIRST}
-    assert summary(first) == {
-        "median of all": [],
-        "mean of the first seven": [3.0],
-        "mean of those with *": [],
-    }
-
-
-def row(loss: float, rate: float) -> dict[str, Any]:
-    return {"loss": loss, "rate": rate, "extra": 0.0}
