@@ -28,7 +28,7 @@ def readme(short: int, long: int) -> list[Column]:
 
 
 def documents(steps: int) -> list[list[Column]]:
-    """Columns of the tables of docs/controller.md: the rule, the other rules from where all tasks
+    """Columns of the tables of docs/search.md: the rule, the other rules from where all tasks
     were run and from where some were, everybody else."""
     race = [
         *(("auto", start) for start in STARTS),
