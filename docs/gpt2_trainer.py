@@ -1,4 +1,4 @@
-"""A randomly initialised GPT-2 in the Hugging Face Trainer, with replicas that explore.
+"""Train a randomly initialised GPT-2 in the Hugging Face Trainer with the published method.
 
 torchrun --nproc-per-node 2 docs/gpt2_trainer.py
 hdet report runs/gpt2 -o report.html

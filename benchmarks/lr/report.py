@@ -28,7 +28,7 @@ def readme(short: int, long: int) -> list[Column]:
 
 
 def documents(steps: int) -> list[list[Column]]:
-    """Columns of the tables of docs/controller.md: auto, the other rules from where all tasks were
+    """Columns of the tables of docs/search.md: auto, the other rules from where all tasks were
     run and from where some were, the other methods."""
     auto = [
         *(("auto", start) for start in STARTS),

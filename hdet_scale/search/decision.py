@@ -27,7 +27,7 @@ the edge downwards, and x* is the minimum, or, where still nothing was learnt, t
 from there to the edge. For the second family, whose networks die without diverging, the levels are
 the coarse ones and x* is the minimum. c = 1.
 
-(All measured: docs/controller.md.)
+(All measured: docs/search.md.)
 
 **Do no harm.** The proposed rate replaces the initial one only if
 

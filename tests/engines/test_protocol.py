@@ -17,7 +17,7 @@ from tests.support.toy import batch, parameters, toy
 from tests.support.trials import short_trials
 
 STEPS = 1200
-"""With short_runs enough for a search of two replicas."""
+"""With short trials enough for a search of two replicas."""
 
 
 class FlatEngine(Engine):

@@ -12,7 +12,7 @@ from hdet_scale.search.trials import LONG
 
 
 @contextlib.contextmanager
-def short_trials(steps: int = 5) -> Iterator[None]:
+def short_trials(steps: int = 4) -> Iterator[None]:
     """A search is run with trials of so few steps: a test has no time for more."""
     with mock.patch("hdet_scale.phases.build.LEAST_STEPS", steps):
         yield
