@@ -1,6 +1,6 @@
 """Hugging Face: a callback for its Trainer, and `attach` for a loop with Accelerate.
 
-    trainer = Trainer(..., callbacks=[HDETCallback(HDETConfig(spread=1 / 9, interval=100))])
+    trainer = Trainer(..., callbacks=[HDETCallback(HDETConfig(rule="paper", interval=100))])
 
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     hdet = attach(model, optimizer, scheduler, HDETConfig(...))        # the loop stays as it is
@@ -167,7 +167,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer's own callback has decided by now whether it saves."""
         if control.should_save and not self.scheduler.at_boundary:
-            self.scheduler.agree_for_checkpoint()
+            self.scheduler.equalize()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The round beside the Trainer's files. The log knows every step that they do: a resumed

@@ -1,9 +1,9 @@
 """Lightning: a callback for its Trainer; every process of the DDP strategy is a replica.
 
-    Trainer(strategy="ddp", callbacks=[HDETCallback(HDETConfig(spread=1 / 9, interval=100))])
+    Trainer(strategy="ddp", callbacks=[HDETCallback(HDETConfig(rule="paper", interval=100))])
 
 The module has one optimizer and one scheduler of interval "step". Let the checkpoint callback's
-`every_n_train_steps` be a multiple of `interval`: there the replicas agree.
+`every_n_train_steps` be a multiple of `interval`: there the replicas are equal.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class Converge:
         nothing needs to be allocated or connected to plan a converge."""
         return list(self._transfers)
 
-    def replicas_agree(self) -> bool:
+    def replicas_equal(self) -> bool:
         """Whether all replicas hold the same bits, by a checksum: one read, one exchange."""
         total = 0
         for s in self.plan.spans:

@@ -46,8 +46,8 @@ class Settings:
         ours = scheduler.get("type") in TYPES
         if "hdet" not in values and not ours:
             raise ValueError(
-                'the config has no "hdet" block: add e.g. "hdet": {"replicas": 2, "spread": 0.1, '
-                '"interval": 1000}, or train with deepspeed.initialize'
+                'the config has no "hdet" block: add e.g. "hdet": {"replicas": 2, "rule": "auto"}, '
+                "or train with deepspeed.initialize"
             )
         params = scheduler.get("params", {}) if ours else {}
         return cls(values, HDETConfig.from_dict(merged(values.get("hdet", {}), params)))

@@ -143,16 +143,16 @@ class Attached:
         """Make the replicas equal; at the end of a run, on every rank."""
         self.scheduler.finalize()
 
-    def checkpoint(self, *, agree: bool = True) -> Checkpoint:
+    def checkpoint(self, *, equalize: bool = True) -> Checkpoint:
         """Model, optimizer and scheduler as one Stateful for torch.distributed.checkpoint.
 
         The snapshot of a watch is not part of it: `save` and `load` below do both.
 
         Args:
-            agree: False for a load into replicas that have gone bad: laying it out must not
+            equalize: False for a load into replicas that have gone bad: laying it out must not
                 average them.
         """
-        return Checkpoint(self.engine, self.scheduler, agree=agree)
+        return Checkpoint(self.engine, self.scheduler, equalize=equalize)
 
     def save(self, folder: str | Path) -> None:
         """A whole checkpoint, with the snapshot of a watch; every rank calls it."""

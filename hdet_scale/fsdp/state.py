@@ -32,15 +32,15 @@ class Checkpoint:
     """
 
     def __init__(
-        self, engine: FSDPEngine, scheduler: PhasedScheduler, *, agree: bool = True
+        self, engine: FSDPEngine, scheduler: PhasedScheduler, *, equalize: bool = True
     ) -> None:
-        self.engine, self.scheduler, self.agree = engine, scheduler, agree
+        self.engine, self.scheduler, self.equalize = engine, scheduler, equalize
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: every rank calls it, as dcp.save and dcp.async_save do."""
         engine, scheduler = self.engine, self.scheduler
-        if self.agree:
-            scheduler.agree_for_checkpoint()
+        if self.equalize:
+            scheduler.equalize()
         fresh = not any(engine.optimizer.state.values())
         with _without_gradients(engine.optimizer if fresh else None):
             model, optimizer = get_state_dict(engine.sharded_model, engine.optimizer)

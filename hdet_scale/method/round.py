@@ -166,7 +166,7 @@ class Round:
             logger.warning("replicas hold different moments: they are not averaged")
         elif own:
             converge = Converge(own, self.replicas)
-            if not converge.replicas_agree():
+            if not converge.replicas_equal():
                 converge()
 
     def _share_losses(self) -> None:

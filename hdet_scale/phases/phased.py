@@ -203,7 +203,7 @@ class PhasedScheduler:
         """
         self._finalize(moments=False)
 
-    def agree_for_checkpoint(self) -> None:
+    def equalize(self) -> None:
         """Make parameters, buffers and moments equal on all replicas; collective. A trial of a
         search starts again."""
         self._finalize(moments=True)

@@ -37,7 +37,7 @@ def equalize(run: Run, *, moments: bool) -> bool:
     averaging = averaging_of(run, dataclasses.replace(run.config.converge, overlap=False))
     if moments and not averaging.average_moments:
         averaging.equalize_moments()
-    if averaging.prepared().replicas_agree():
+    if averaging.prepared().replicas_equal():
         return False
     averaging.converge(blocking=True)
     return True

@@ -148,7 +148,7 @@ class Searching(Phase):
             raise RuntimeError(
                 f"this state was saved {self.step} steps into a trial of the search, where every "
                 "replica has weights of its own: load replica_state_dict() too, or save after "
-                "agree_for_checkpoint(), which starts the trial again"
+                "equalize(), which starts the trial again"
             )
         free = run.config.gradients == "local" or run.engine.separable
         if run.replicas.size > 1 and not free:

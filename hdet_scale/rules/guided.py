@@ -1,7 +1,7 @@
 """Steering by a probe: evidence in, decision out.
 
 A rule is a small pure object: no torch, no process group, no clock, no random numbers. At the end
-of a round it is given `Sums` (hdet_scale.rules.slope) over all replicas, the same on every rank,
+of a round it is given `Sums` (hdet_scale.rules.sums) over all replicas, the same on every rank,
 and answers with a Decision, the same on every rank:
 
     rule.update(sums, step) -> Decision

@@ -19,8 +19,8 @@ mean losses around the fit shows it. Noise of each replica in each batch is coun
 on the safe side. w makes a round count by its information when the spread changes: all rounds
 together are then one regression.
 
-The gate. A is looked at after every round, so that a fixed threshold is a false move waiting to
-happen: a sum without drift crosses 2.5 standard deviations sooner or later, by the law of the
+The gate. A is tested after every round, so that a fixed threshold leads to false moves: a
+sum without drift crosses 2.5 standard deviations sooner or later, by the law of the
 iterated logarithm. With n rounds in the sum,
 
     c_n^2 = (1 + 1/n) (ln(1 + n) + 2 ln(1/alpha))
@@ -96,7 +96,7 @@ class Width:
     """The spread of the next round: wide while there is evidence, narrow as it dies, then zero.
 
     Every `patience` rounds without a move the spread is halved; a move makes it wide again; what
-    would fall below widest / 2^halvings ends the search. patience=None: wide for ever.
+    would fall below widest / 2^halvings ends the exploration. patience=None: wide for ever.
     """
 
     def __init__(self, widest: float, patience: int | None = 50, halvings: int = 2) -> None:

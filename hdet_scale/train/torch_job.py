@@ -176,7 +176,7 @@ class TorchJob:
     def save(self, run: Path) -> None:
         diverged = not self.scheduler.at_boundary
         if not diverged:
-            self.scheduler.agree_for_checkpoint()
+            self.scheduler.equalize()
         with writing(run, self.step, self._info(diverged)) as folder:
             if diverged:
                 torch.save(self._own_state(), folder / _own_file())

@@ -230,7 +230,7 @@ def _saving(rank: int, size: int, every: int) -> list[int]:
     for step in range(STEPS):
         run.train(rank, step, step + 1)
         if (step + 1) % every == 0:
-            run.scheduler.agree_for_checkpoint()
+            run.scheduler.equalize()
     return ended
 
 

@@ -180,7 +180,7 @@ def _finished(rank: int, size: int, policy: dict[str, Any]) -> Any:
 def _checkpointed(rank: int, size: int, until: int) -> Any:
     run = Run("wide", moments=False)
     run.train(0, until, rank, "all")
-    run.scheduler.agree_for_checkpoint()
+    run.scheduler.equalize()
     return parameters(run.model), [m for m in moments(run.optimizer) if m.dim()]
 
 

@@ -358,7 +358,7 @@ def test_8_adam_moments_agree_after_a_round(trio: Fleet, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "l2", "local"])
-def test_8_replicas_agree_at_the_end_when_s_is_no_multiple_of_t(trio: Fleet, case: str) -> None:
+def test_8_replicas_equal_at_the_end_when_s_is_no_multiple_of_t(trio: Fleet, case: str) -> None:
     runs = trio.run(_ends, case, 2 * T + 1)
     assert not same(*(run[0] for run in runs))
     for what in (3, 4, 5):

@@ -281,7 +281,7 @@ def _finalized(rank: int, size: int) -> Any:
         warm_init(model)
         scheduler.finalize()
         equal.append(parameters(model))
-        scheduler.agree_for_checkpoint()
+        scheduler.equalize()
     return scheduler.phase, equal, len(dist.distributed_c10d._world.pg_map) - groups
 
 

@@ -427,7 +427,7 @@ def _agreed(rank: int, size: int, moment: int) -> Any:
     run = Run(rank)
     start = parameters(run.model)
     run.train(moment)
-    run.scheduler.agree_for_checkpoint()
+    run.scheduler.equalize()
     agreed = same(parameters(run.model), start)
     saved = run.save()
     run.train(S // 2)
@@ -463,7 +463,7 @@ def _saves_too_often(rank: int, size: int) -> Any:
     while run.scheduler.searching and run.step < S:
         run.train(run.step + 1)
         if run.step % 3 == 0:
-            run.scheduler.agree_for_checkpoint()
+            run.scheduler.equalize()
     hooks, back = hooks_of(run.model, run.optimizer), same(parameters(run.model), start)
     return run.step, longest, back, hooks, run.records[-1], run.scheduler.phase
 
@@ -486,7 +486,7 @@ def _noisy(rank: int, size: int, moment: int) -> Any:
     warm_init(run.model)
     seen = [parameters(run.model)]
     run.train(moment)
-    run.scheduler.agree_for_checkpoint()
+    run.scheduler.equalize()
     seen.append(parameters(run.model))
     saved = run.save()
     run.search()
