@@ -69,7 +69,7 @@ class HDETConfig:
     interval: int = 1000
     """T: optimizer steps of a round."""
     gradients: str = "shared"
-    """"shared": one all-reduced gradient for all replicas; "local": each steps with its own. With
+    """"shared" or "local": step with the gradient of all replicas, or with this replica's own. With
     local gradients nothing crosses replicas between converges."""
     total_steps: int | None = None
     """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
@@ -80,7 +80,7 @@ class HDETConfig:
     warmup_steps: int = 0
     """S_warm: the rule leaves the schedule alone before this step."""
     loss_scale: float = 0.002
-    """sigma of the paper rule: the loss difference that counts as one unit of evidence."""
+    """sigma of the paper rule: a loss difference that counts as one unit."""
     momentum: float = 0.9
     """beta of the paper rule."""
     step_size: float = 0.5
@@ -203,13 +203,18 @@ def with_authors_names(
 
 
 def described(kind: type) -> dict[str, str]:
-    """The first sentence of the docstring under each field of a dataclass, for help texts."""
+    """The first sentence, or its first part, of the docstring under each field: for help texts."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     found, name = {}, ""
     for node in getattr(body, "body", []):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
         elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found[name] = " ".join(str(node.value.value).split()).partition(". ")[0].rstrip(".")
+            found[name] = (
+                " ".join(str(node.value.value).split())
+                .partition(". ")[0]
+                .partition(";")[0]
+                .rstrip(".")
+            )
             name = ""
     return found

@@ -55,8 +55,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1: {getattr(args, name)}")
     if args.replay is not None:
-        args.spread = 0.0 if args.spread is None else args.spread
-        args.rule = args.rule or "none"
+        args.spread = getattr(args, "spread", 0.0)
+        args.rule = getattr(args, "rule", "none")
     if args.resume and args.run is None:
         parser.error("--resume needs --run, the folder of the run to go on with")
     return args
@@ -96,7 +96,8 @@ def _add_hdet(add: Callable[..., Any]) -> None:
     for key in HDET_KEYS:
         option = f"--{key.replace('_', '-')}"
         # argparse expands a percent sign.
-        add(option, type=_value, metavar="VALUE", help=texts[key].replace("%", "%%"))
+        text = texts[key].replace("%", "%%")
+        add(option, type=_value, metavar="VALUE", default=argparse.SUPPRESS, help=text)
 
 
 def _value(text: str) -> Any:

@@ -95,7 +95,7 @@ def build_job(args: argparse.Namespace, shape: GPTConfig) -> TrainingJob:
 
 def hdet_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the command line that replace those of the config's "hdet" block."""
-    return {key: getattr(args, key) for key in HDET_KEYS if getattr(args, key) is not None}
+    return {key: getattr(args, key) for key in HDET_KEYS if hasattr(args, key)}
 
 
 def _deepspeed_job(

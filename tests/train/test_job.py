@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+from hdet_scale.config import HDETConfig
 from hdet_scale.train import job
 from hdet_scale.train.command import parse
 from hdet_scale.train.torch_job import Recipe
@@ -25,7 +27,14 @@ def test_the_command_line_goes_over_the_files() -> None:
     assert (args.spread, args.rule) == (0.0, "none")
 
 
-def test_auto_is_the_rule_unless_one_or_a_spread_is_named() -> None:
-    assert job._with_rule({"shards": 2}) == {"shards": 2, "rule": "auto"}
-    assert job._with_rule({"rule": "paper"}) == {"rule": "paper"}
-    assert job._with_rule({"spread": 0.1}) == {"spread": 0.1}
+def test_every_key_of_the_config_is_an_option() -> None:
+    words = ["--patience", "null", "--spread", "0.5", "--rule", "slope", "--probe-batches", "4"]
+    args = parse([*words, "--converge", '{"wire": "bf16"}'])
+    wanted = {"spread": 0.5, "rule": "slope", "probe_batches": 4, "converge": {"wire": "bf16"}}
+    assert job.hdet_overrides(args) == wanted | {"patience": None}
+    assert job.hdet_overrides(parse([])) == {}
+    for field in dataclasses.fields(HDETConfig):
+        if field.name not in ("total_steps", "seed"):  # the run's own --steps and --seed
+            named = parse([f"--{field.name.replace('_', '-')}", "1"])
+            assert job.hdet_overrides(named) == {field.name: 1}
+    assert HDETConfig.from_dict(wanted).converge.wire == "bf16"

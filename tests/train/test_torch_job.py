@@ -21,7 +21,9 @@ def job_losses(
 ) -> tuple[list[float], set[torch.dtype]]:
     """Four steps of a tiny GPT; the batches of a step are the same however they are cut."""
     shape = GPTConfig.named("tiny", context=16)
-    job = TorchJob(engine, GPT(shape), Recipe(**recipe), HDETConfig(spread=0.2, interval=2))
+    job = TorchJob(
+        engine, GPT(shape), Recipe(**recipe), HDETConfig(rule="paper", spread=0.2, interval=2)
+    )
     drawn = torch.randint(256, (64, 17), generator=torch.Generator().manual_seed(rank))
     parts = job.recipe.accumulation
 
@@ -62,7 +64,9 @@ def continued(
 
     def build() -> TorchJob:
         model = GPT(GPTConfig.named("tiny", context=16))
-        return TorchJob(engine, model, Recipe(batch=2), HDETConfig(spread=0.2, interval=2, **hdet))
+        return TorchJob(
+            engine, model, Recipe(batch=2), HDETConfig(rule="paper", spread=0.2, interval=2, **hdet)
+        )
 
     def end(job: TorchJob) -> list[torch.Tensor]:
         losses = [job.train_step(draw) for _ in range(3)]
