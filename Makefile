@@ -32,9 +32,9 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# For everyday work: under two minutes, without the tests that start processes.
+# For everyday work: under two minutes, without what starts processes or takes seconds.
 quick: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -22,12 +22,12 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes, by its fixtures: `make quick` leaves it out. A file that starts
-    processes in another way says so by its own `pytestmark`."""
+    """Mark what starts worker processes as slow, by its fixtures. What is slow for another reason
+    says so itself."""
     starting = {"fleets", "four", "device_pair", "browser"}
     for item in items:
         if starting & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

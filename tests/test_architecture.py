@@ -254,6 +254,7 @@ def test_only_engines_know_ddp_dtensor_and_zero() -> None:
     assert {n for n in knowing if n not in KNOWS_ENGINES and unit(n) not in KNOWS_ENGINES} == set()
 
 
+@pytest.mark.slow
 def test_a_step_descends_into_few_files() -> None:
     from tests.support import descents
     from tests.support.fleet import Fleet

@@ -18,6 +18,8 @@ from hdet_scale.method.records import RoundRecord
 from hdet_scale.runs.log import read
 from hdet_scale.train.workers import Send
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "hdet_scale.demo"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

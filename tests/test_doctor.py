@@ -12,6 +12,8 @@ from hdet_scale import cli, doctor
 from hdet_scale.doctor import BAD, OK, Finding
 from hdet_scale.train.workers import Send
 
+pytestmark = pytest.mark.slow
+
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0

@@ -15,6 +15,8 @@ from hdet_scale.runs.replay import ReplayLR, discovered
 from tests.support.fleet import Fleet
 from tests.support.launched import as_launched
 
+pytestmark = pytest.mark.slow
+
 CONFIG = HDETConfig(rule="paper", spread=0.3, interval=4)
 
 

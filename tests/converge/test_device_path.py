@@ -57,6 +57,7 @@ def messages(numel: int) -> list[Tensor]:
 device_messages = interpreted(messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 1025, CACHED + 300])
 def test_int8_messages_are_those_of_the_kernels(numel: int) -> None:
     for ours, theirs in zip(messages(numel), device_messages(numel), strict=True):

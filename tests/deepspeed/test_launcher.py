@@ -18,6 +18,8 @@ from tests.support import kills
 from tests.support.fleet import Fleet
 from tests.support.zero_runs import prepare, warm_up
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

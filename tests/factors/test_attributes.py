@@ -106,6 +106,7 @@ def compiled(model: nn.Module) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(model, backend=counter), counter
 
 
+@pytest.mark.slow
 def test_a_tensor_attribute_is_read_anew_without_compiling_again() -> None:
     model = Attention()
     factor = Attribute(model, "scale", as_tensor=True)

@@ -15,6 +15,8 @@ from hdet_scale.kernels.inspect import Report
 from hdet_scale.kernels.machine_code import TARGETS
 from hdet_scale.kernels.table import combinations
 
+pytestmark = pytest.mark.slow
+
 KERNELS = {"adamw", "sgd", "lion", "gather", "scatter", "scale", "pack", "unpack", "advance"}
 
 

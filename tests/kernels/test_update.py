@@ -22,6 +22,8 @@ from hdet_scale.optim.fused_sgd import FusedSGD
 from tests.support.stepping import LR, SGD_OPTIONS
 from tests.support.stepping import params as odd_params
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 SEED = 11
 RHO = 1.1

@@ -55,6 +55,7 @@ def rounding(losses: list[float], etas: list[float], sigma: float) -> float:
     return (4 * max(finite) / sigma + 4 * n) * n * EPS * max(etas)
 
 
+@pytest.mark.slow
 @settings(max_examples=10_000)
 @given(
     replicas=losses_and_rates(),

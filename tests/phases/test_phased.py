@@ -65,6 +65,7 @@ class Run:
 # -- which phase follows which --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
     run = Run()
     budget = run.scheduler.present_phase.rule.budget

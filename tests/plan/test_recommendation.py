@@ -53,6 +53,7 @@ def test_a_slow_network_overlaps_in_fragments() -> None:
     assert any("blocking fp32" in line for line in reasons)
 
 
+@pytest.mark.slow
 def test_a_network_that_is_too_slow_for_fp32_gets_fewer_bytes_or_a_longer_round() -> None:
     work = Workload(model=shapes.of("7B"), gpus=16, cluster=PRESETS["region"], tokens=256)
     chosen, reasons = recommend(work, HDETConfig(interval=100, gradients="local"))

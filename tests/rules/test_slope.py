@@ -59,6 +59,7 @@ def drift(noise: dict[str, float], n: int, seeds: int, rounds: int) -> list[floa
     return worst
 
 
+@pytest.mark.slow
 def test_a_factor_without_effect_does_not_drift_in_500_rounds() -> None:
     """200 seeds. Noise of the kind that shared gradients give: no residual shows it."""
     assert max(drift({"batch": 1.0}, 8, 200, 500)) < 0.1
@@ -104,6 +105,7 @@ def permuted(n: int, names: list[str], spread: float, round: int, seed: int) -> 
     return np.log1p(spread * np.array([random.permutation(steps) for _ in names])).T
 
 
+@pytest.mark.slow
 def test_four_factors_one_of_them_weak() -> None:
     """The weak factor's sign in each round, at a noise at which a joint fit of permutations has it
     right in three rounds of four; no move of the two without effect; both others go down."""

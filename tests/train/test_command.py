@@ -17,6 +17,8 @@ from hdet_scale.train import command
 from hdet_scale.train.workers import Refused
 from tests.support import kills
 
+pytestmark = pytest.mark.slow
+
 
 def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["--help"]) == 0

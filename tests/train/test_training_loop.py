@@ -17,6 +17,8 @@ from hdet_scale.train.command import parse
 from hdet_scale.train.workers import Refused
 from tests.support import kills
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from hdet_scale.train.workers import Send, WorkerError, messages
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
