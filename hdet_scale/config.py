@@ -76,22 +76,22 @@ class HDETConfig:
     probe_batches: int = 16
     """At most so many losses are taken from a probe."""
     patience: int | None = 50
-    """Rounds without a move after which the slope rule halves the spread; None: never."""
+    """Rounds without a move until the slope rule halves its spread. None: never."""
     warmup_steps: int = 0
     """S_warm: the rule leaves the schedule alone before this step."""
     loss_scale: float = 0.002
-    """sigma of the paper rule: a loss difference that counts as one unit."""
+    """sigma of the paper rule: a loss difference of one unit of evidence."""
     momentum: float = 0.9
     """beta of the paper rule."""
     step_size: float = 0.5
     """lambda of the paper rule."""
     decay: str = "auto"
-    """gamma of the paper rule: "floor" or "schedule"; "auto" is "floor" where the schedule has a
-    known floor (OneCycleAutoLR) and "schedule" elsewhere."""
+    """gamma of the paper rule: "auto", "floor" or "schedule". "auto" is "floor" where the schedule
+    has a known floor (OneCycleAutoLR) and "schedule" elsewhere."""
     seed: int = 0
     """Seed of the assignments; nothing else is drawn."""
     replicas: int | str = "auto"
-    """Number of replicas, where the engine makes the groups; "auto" follows from the world."""
+    """Number of replicas; "auto" follows from the world. Used where the engine makes the groups."""
     shards: int | str = "auto"
     """Ranks of one replica, where the engine makes the groups."""
     converge: ConvergePolicy = field(default_factory=ConvergePolicy)
