@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train.command"),
-    "report": ("write a page that shows what the replicas of a run found", "runs.report"),
-    "replay": ("write the schedule that a run found, to run it without HDET", "runs.replay"),
+    "report": ("write an HTML report of a run", "runs.report"),
+    "replay": ("write the learning rates of a run, to train with them again", "runs.replay"),
     "doctor": ("try what this machine can run, and say what to do about failures", "doctor"),
     "demo": ("train with plain DDP and with HDET on this CPU, and compare them", "demo"),
-    "plan": ("estimate memory and time of a model on a cluster, and choose", "plan.__main__"),
+    "plan": ("estimate memory and time on a cluster, and recommend a layout", "plan.__main__"),
     "kernels": ("compile every kernel ahead of time: registers, spills, bytes", "kernels.inspect"),
 }
 """Name: what the command does, and the module in hdet_scale that has its `main`."""

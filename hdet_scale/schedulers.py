@@ -72,7 +72,7 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
         probe: yields losses on held-out batches that all replicas have in common; see
             hdet_scale.search.Probe.
         rule: "auto", "paper", "slope" or "none"; over enable_auto_lr.
-        engine: where another engine than DDP or a plain model trains; engines pass it.
+        engine: set by hdet_scale.fsdp and hdet_scale.deepspeed; leave it out.
         options: any further key of HDETConfig.
 
     Raises:
@@ -243,7 +243,7 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
 
 
 class AutoLR(PhasedScheduler, LRScheduler):
-    """The same around any torch scheduler: cosine, WSD, a LambdaLR, SequentialLR.
+    """Searches or explores the learning rate around any torch scheduler: cosine, WSD, LambdaLR.
 
     base(t) = scheduler(t) x scale; the search or the rule moves the scale. The inner scheduler
     always reads back its own value from the optimizer, so that those which compute the next
@@ -258,7 +258,7 @@ class AutoLR(PhasedScheduler, LRScheduler):
         factors: what is explored instead of the learning rates; see hdet_scale.factors.
         probe: yields losses on held-out batches that all replicas have in common; see
             hdet_scale.search.Probe.
-        engine: where another engine than DDP or a plain model trains; engines pass it.
+        engine: set by hdet_scale.fsdp and hdet_scale.deepspeed; leave it out.
 
     Raises:
         ValueError, TypeError: for arguments that contradict each other or are out of range.

@@ -238,7 +238,7 @@ def _shared_moments(rank: int, size: int, kind: str) -> tuple[list[Tensor], list
         loss = learn(model, optimizer, step, rank)
         before = moments(optimizer)
         scheduler.step(loss)
-    return before, moments(optimizer), scheduler.present_phase.averaging.average_moments  # type: ignore[attr-defined]
+    return before, moments(optimizer), scheduler._phase.averaging.average_moments  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["l2", "adam l2"])

@@ -223,7 +223,7 @@ def _extra(rank: int, size: int) -> tuple[int, int]:
         for _ in range(5):
             scheduler.step(1.0)
         scheduler.finalize()
-        return scheduler.present_phase.averaging.prepared().staging_bytes, cap  # type: ignore[attr-defined]
+        return scheduler._phase.averaging.prepared().staging_bytes, cap  # type: ignore[attr-defined]
 
 
 def test_a_converge_keeps_at_most_two_buckets(fleets: Any) -> None:
@@ -326,7 +326,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 begin = time.perf_counter()
 scheduler = OneCycleAutoLR(optimizer, 1e-3, total_steps=100, ensemble_lr_spread_ratio=0.1)
 hdet = fsdp.attach(model, optimizer, scheduler)
-tensors = distinct(hdet.scheduler.present_phase.averaging.tensors())
+tensors = distinct(hdet.scheduler._phase.averaging.tensors())
 made = plan(tensors, bucket_bytes=2**25, itemsize=4)
 kept = sum(t.nbytes for t in tensors)
 print(made.numel, kept, len(made.buckets), time.perf_counter() - begin)

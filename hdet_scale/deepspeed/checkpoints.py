@@ -8,7 +8,7 @@ same files. Here
     <dir>/<tag>/hdet.json          the layout, and whether the replicas had diverged
     <dir>/<tag>/replica_<r>/       only where they had: the same files of each replica, and what
                                    each of its ranks remembers of the round
-    <dir>/<tag>/snapshot/          only while a run is watched (hdet_scale.phases.snapshot_files)
+    <dir>/<tag>/snapshot/          only of sharded replicas whose run is watched
 
 Right after a converge replicas are equal and the first is all there is. In the middle of a round
 each replica has its own place, and what stands in DeepSpeed's layout is the converged model: the
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.deepspeed.partitions import ZeroEngine
-from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.topology import Replicas
 
@@ -77,29 +76,6 @@ class Layout:
                 f'{now.replicas} now: use "replicas": {self.replicas}, or a checkpoint saved right '
                 "after a converge, or load_module_only=True for the converged weights"
             )
-
-
-def diverged(scheduler: PhasedScheduler, *, own: bool) -> bool:
-    """True when one replica's state would be wrong for another: in the middle of a round, or for
-    good where the moments or what a wire remembers are each replica's own. Never while replicas
-    stay equal.
-
-    Args:
-        scheduler: of the run.
-        own: the engine keeps something else for each replica, such as the loss scale of fp16.
-    """
-    phase = scheduler.present_phase
-    if scheduler.replicas.size == 1 or not isinstance(phase, Exploring):
-        return False
-    averaging = phase.averaging
-    averaging.complete()
-    drift = scheduler.engine.moments_drift(scheduler.config.gradients)
-    return (
-        own
-        or not averaging.equal
-        or (drift and not averaging.average_moments)
-        or scheduler.config.converge.remembers
-    )
 
 
 def place(replica: int) -> str:

@@ -207,7 +207,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
         buffers = not config.converge.buffers and any(
             b.is_floating_point() for b in self.module.buffers()
         )
-        return checkpoint.diverged(self.lr_scheduler, own=scale or buffers)
+        return self.lr_scheduler.replicas_differ(own=scale or buffers)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's, of the converged model."""
@@ -274,7 +274,7 @@ class HDETEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no typ
             checkpoint.load_rank(folder / place, self.lr_scheduler)
         if resume:
             self.lr_scheduler.load_snapshot(folder)
-        self.lr_scheduler._write()  # the optimizer's state brought another replica's rate
+        self.lr_scheduler.rewrite()  # the optimizer's state brought another replica's rate
         return result  # type: ignore[no-any-return]
 
     # -- beginning and end ----------------------------------------------------------------------

@@ -75,6 +75,11 @@ class ZeroEngine(Engine):
     def refresh(self) -> None:
         """The forward reads the fp32 parameters themselves."""
 
+    @property
+    def _decoupled(self) -> bool:
+        """DeepSpeed's Adam says so once for all groups."""
+        return bool(getattr(self.optimizer, "adam_w_mode", False))
+
     def share_within(self, size: int | None, bucket_bytes: int) -> None:
         """DeepSpeed's engine asks `sharers` at each step and takes the mean itself."""
         self._set_team(size)

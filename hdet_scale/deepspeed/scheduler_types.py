@@ -151,8 +151,8 @@ def _building(what: str) -> Building:
         return building.get()
     except LookupError:
         raise RuntimeError(
-            f"{what} was made without replicas: all ranks would be shards of one model, with one "
-            "learning rate for each slice of the same weights. Start with "
+            f"{what} was made without replicas: all ranks would be ZeRO shards of one model, and "
+            "HDET needs at least two replicas to compare. Start with "
             "hdet_scale.deepspeed.initialize instead of deepspeed.initialize"
         ) from None
 

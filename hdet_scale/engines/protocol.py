@@ -112,14 +112,17 @@ class Engine:
         """True when replicas' moments diverge within a round.
 
         With local gradients they always do. With shared gradients they do when a weight decay is
-        added to the gradient, since the decay term is the replica's own. DeepSpeed's Adam sets
-        "adam_w_mode" once for all groups.
+        added to the gradient, since the decay term is the replica's own.
         """
-        decoupled = bool(getattr(self.optimizer, "adam_w_mode", False))
         return gradients == "local" or any(
-            g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", decoupled)
+            g.get("weight_decay", 0) != 0 and not g.get("decoupled_weight_decay", self._decoupled)
             for g in self.optimizer.param_groups
         )
+
+    @property
+    def _decoupled(self) -> bool:
+        """Whether a group that does not say so decouples its weight decay from the gradient."""
+        return False
 
     def create_masters(self) -> None:
         """Create the fp32 masters that a first step would create, on a replica that skipped its

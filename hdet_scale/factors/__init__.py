@@ -25,7 +25,7 @@ rho = 1 gives b itself, bit for bit, in every space. `ln rho` is called the offs
 
 Read `space` first (the protocol and the arithmetic), then `learning_rate`, `pair` (any scalar with
 a getter and a setter), `options` (numbers of a param group), `attributes` (numbers held by modules
-and losses), `rates` (how a multiplier reaches an optimizer).
+and losses), hdet_scale.optim.rates (how a multiplier reaches an optimizer).
 
 A factor of your own
 --------------------

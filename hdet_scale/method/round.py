@@ -127,6 +127,12 @@ class Round:
             self._spend(pending.finish())
             self.engine.refresh()
 
+    def discard(self) -> None:
+        """Wait for an averaging that is under way and drop it: other weights are loaded."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.discard()
+
     def _spend(self, outcome: Outcome) -> None:
         """Add to what the averagings of this round have cost."""
         self._spent = Outcome(
@@ -315,9 +321,7 @@ class Round:
 
     def load_state_dict(self, state: Mapping[str, Any], *, replicas: int) -> None:
         """Continue where a state of `replicas` replicas was taken."""
-        if self._pending is not None:
-            self._pending.discard()
-            self._pending = None
+        self.discard()
         self.equal = bool(state["equal"])
         self._losses = [list(row) for row in state["losses"]]
         self.meter.reset()

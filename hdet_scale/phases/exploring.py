@@ -41,6 +41,31 @@ class Exploring(Phase):
     def stride(self) -> int:
         return self.run.config.interval if self.run.round_step == 0 else 0
 
+    @property
+    def steps_to_converge(self) -> int | None:
+        return -self.run.round_step % self.run.config.interval
+
+    def replicas_differ(self, *, own: bool) -> bool:
+        """In the middle of a round; or for good where the moments, or what a wire remembers, are
+        each replica's own."""
+        averaging, config = self.averaging, self.run.config
+        if self.run.replicas.size == 1:
+            return False
+        averaging.complete()
+        drift = self.run.engine.moments_drift(config.gradients)
+        return (
+            own
+            or not averaging.equal
+            or (drift and not averaging.average_moments)
+            or config.converge.remembers
+        )
+
+    def leave(self) -> None:
+        self.averaging.complete()
+
+    def discard(self) -> None:
+        self.averaging.discard()
+
     def _assign(self) -> None:
         """Multipliers of all replicas for this round, and this replica's own."""
         run = self.run

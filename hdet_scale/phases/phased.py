@@ -56,9 +56,18 @@ class PhasedScheduler:
         return self._phase.name
 
     @property
-    def present_phase(self) -> Phase:
-        """The phase itself, for an engine's checkpoints."""
-        return self._phase
+    def steps_to_converge(self) -> int | None:
+        """Steps until the next averaging of parameters; None where there is none."""
+        return self._phase.steps_to_converge
+
+    def replicas_differ(self, *, own: bool = False) -> bool:
+        """Whether a checkpoint needs a place for each replica; an averaging that is under way is
+        folded in first.
+
+        Args:
+            own: the engine keeps something else for each replica, such as a loss scale.
+        """
+        return self._phase.replicas_differ(own=own)
 
     @property
     def searching(self) -> bool:
@@ -85,9 +94,9 @@ class PhasedScheduler:
 
     @property
     def stride(self) -> int:
-        """Steps since replicas last held equal weights, where they hold equal ones now: 1 where
-        they always do, T at the end of a round, the length of a trial at its end; 0 where they
-        differ."""
+        """1 where replicas always hold equal weights, T at the end of a round, the length of a
+        trial at its end; 0 elsewhere. With overlap or fragments the end of a round is not equal:
+        see `at_boundary`."""
         return self._phase.stride
 
     @property
@@ -191,6 +200,10 @@ class PhasedScheduler:
     def _write(self) -> None:
         self._phase.write()
 
+    def rewrite(self) -> None:
+        """Write this replica's values again, after an engine has loaded an optimizer's state."""
+        self._write()
+
     def before_step(self) -> None:
         """An engine that does not call the optimizer's step hooks in time calls this before each
         step."""
@@ -279,7 +292,7 @@ class PhasedScheduler:
 
     def _load_hdet(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Go on where a state was taken; None: that of a plain scheduler after `step` steps."""
-        self._phase.leave()
+        self._phase.discard()
         if state is None:
             self._run.start_at(step)
             self._phase = self._phases.after_search()
@@ -299,12 +312,11 @@ class PhasedScheduler:
     @property
     def snapshot(self) -> Snapshot | None:
         """The snapshot that the watch may go back to, equal on all replicas; None without one."""
-        return self._phase.snapshot if isinstance(self._phase, Watched) else None
+        return self._phase.kept
 
     def restore_snapshot(self, state: Mapping[str, Any]) -> None:
         """Continue with a snapshot's `state_dict`; ignored where no watch is under way."""
-        if isinstance(self._phase, Watched):
-            self._phase.keep(Snapshot(self._run.engine, state))
+        self._phase.keep(Snapshot(self._run.engine, state))
 
     def save_snapshot(self, folder: str | Path) -> None:
         """Save the snapshot of the watch beside a checkpoint; every rank calls it.

@@ -26,6 +26,7 @@ from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.space import Factor
 from hdet_scale.method.records import ProbeRecord, Record
 from hdet_scale.search.probe import Probe
+from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.topology import Replicas
 
 STATE_VERSION = 2
@@ -251,9 +252,30 @@ class Phase:
 
     @property
     def stride(self) -> int:
-        """Steps since replicas last held equal weights, where they hold equal ones now; 0 where
-        they differ."""
+        """1 where replicas always hold equal weights, T at the end of a round, the length of a
+        trial at its end; 0 elsewhere."""
         return 1
+
+    @property
+    def steps_to_converge(self) -> int | None:
+        """Steps until the next averaging of parameters; None where there is none."""
+        return None
+
+    def replicas_differ(self, *, own: bool) -> bool:
+        """Whether one replica's state would be wrong for another.
+
+        Args:
+            own: the engine keeps something else for each replica, such as a loss scale.
+        """
+        return False
+
+    @property
+    def kept(self) -> Snapshot | None:
+        """The snapshot that a restart goes back to, equal on all replicas; None without one."""
+        return None
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Restart from this snapshot from now on; ignored by a phase that does not restart."""
 
     def bases(self) -> list[float]:
         """The shared base of each factor for the next step."""
@@ -290,7 +312,11 @@ class Phase:
         return self
 
     def leave(self) -> None:
-        """The phase is over, or the scheduler is detached: take hooks back."""
+        """The phase is over, or the scheduler is detached: remove hooks, finish what is running."""
+
+    def discard(self) -> None:
+        """A state is loaded in place of this phase: drop what is under way."""
+        self.leave()
 
     def finalize(self, *, moments: bool = False) -> None:
         """Make the replicas equal; collective. `moments`: the optimizer's too."""

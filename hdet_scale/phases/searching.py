@@ -147,7 +147,7 @@ class Searching(Phase):
         if self._orphan:
             raise RuntimeError(
                 f"this state was saved {self.step} steps into a trial of the search, where every "
-                "replica has weights of its own: load replica_state_dict() too, or save after "
+                "replica has weights of its own: call load_replica_state_dict() too, or save after "
                 "equalize(), which starts the trial again"
             )
         free = run.config.gradients == "local" or run.engine.separable
@@ -161,7 +161,7 @@ class Searching(Phase):
         self.snapshot = Snapshot(run.engine)
 
     def check_move(self, moved: bool) -> None:
-        if moved and self.step:
+        if self.step:
             raise RuntimeError(
                 f"{self.step} steps into a trial of the search the replicas differ: attach before "
                 "the run, or between two trials"
@@ -321,6 +321,10 @@ class Searching(Phase):
             )
         )
 
+    def _log(self, level: int, text: str) -> None:
+        if self.run.writes_log:
+            logger.log(level, text)
+
     # -- checkpoints ----------------------------------------------------------------------------
 
     def finalize(self, *, moments: bool = False) -> None:
@@ -336,16 +340,19 @@ class Searching(Phase):
             self.snapshot = None
             self._hook()
         if restarts and self.run.lost < 2 * self.rule.longest:
-            logger.info("a trial of the search starts again: its replicas must be equal now")
+            self._log(
+                logging.INFO,
+                "the current trial restarts from the snapshot: a checkpoint needs equal replicas",
+            )
         elif restarts:
             self._give_up()
 
     def _give_up(self) -> None:
-        logger.warning(
-            "the search is given up after %d steps: checkpoints came more often than trials of %d "
-            "steps end; save less often, or each replica's own state",
-            self.run.lost,
-            self.trial.steps,
+        self._log(
+            logging.WARNING,
+            f"the search is given up after {self.run.lost} steps: checkpoints came more often than "
+            f"trials of {self.trial.steps} steps end; save less often, or save "
+            "replica_state_dict() on each replica",
         )
         self.rule.skip()
         self.run.verdict = self.rule.verdict = (

@@ -107,6 +107,8 @@ class Watched(Phase):
     def _end(self) -> None:
         """Nothing to go back to, or nothing to evaluate with."""
         self.watch.over, self.successor = True, Plain(self.run)
+        if not self.run.writes_log:
+            return
         logger.warning(
             "the watch ends at step %d: %s",
             self.run.step,
@@ -133,11 +135,13 @@ class Watched(Phase):
         self._watch, self.position = Watch.of_state(state["watch"]), state["position"]
         self.snapshot = None
 
-    def keep(self, snapshot: Snapshot | None) -> None:
-        """Restart from this snapshot from now on."""
+    @property
+    def kept(self) -> Snapshot | None:
+        return self.snapshot
+
+    def keep(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        if snapshot is not None:
-            snapshot.to_host()
+        snapshot.to_host()
 
 
 def evaluate(
@@ -145,6 +149,8 @@ def evaluate(
 ) -> tuple[list[float], float]:
     """The held-out loss of each of the probe's batches, and the mean of `loss` over the ranks that
     have one, NaN where none has: the same on every rank. Collective."""
+    if run.engine.replicas.group is None:
+        run.engine.connect()
     where, device = run.engine.replicas, run.engine.device
     drawn = probe.parts(where.rank, where.size)
     loss = loss.detach() if isinstance(loss, Tensor) else loss

@@ -51,12 +51,12 @@ import sys
 from collections.abc import Sequence
 
 from hdet_scale.search.curve import Parabola, edge
-from hdet_scale.search.ledger import FAR, OVER, Ledger
+from hdet_scale.search.ledger import COARSE_DISTANCE, OVER, Ledger
 from hdet_scale.search.trials import COARSE, FINE, LONG, STAGES, Stage
 
-NEAR = math.log(4.0)
+FINE_HALF_SPAN = math.log(4.0)
 """Half of the span of the fine stage."""
-APART = math.log(3.0)
+LONG_DISTANCE = math.log(3.0)
 """Distance of the levels of the long stage."""
 LEARNT = 0.1
 """Share of the first loss that the best trial must remove before its neighbours mean anything."""
@@ -94,8 +94,8 @@ class RateSearch(Ledger):
         best = min(range(self.size), key=lambda k: (losses[k], abs(self.offsets[k])))
         if not math.isfinite(losses[best]):
             self.stage = STAGES.index(FINE)
-            low = self.offsets[0] - 2 * NEAR
-            self.offsets = [low + 2 * NEAR * k / self.size for k in range(self.size)]
+            low = self.offsets[0] - 2 * FINE_HALF_SPAN
+            self.offsets = [low + 2 * FINE_HALF_SPAN * k / self.size for k in range(self.size)]
             return "no trial stayed finite: lower rates are next"
         if self._learnt(losses) < LEARNT:
             return self._look_longer(losses)
@@ -103,7 +103,9 @@ class RateSearch(Ledger):
         initial = losses[self.size // 2]
         centre = middle - BELOW if self.family.by_edge else middle
         self.stage = STAGES.index(FINE)
-        self._lay([centre + NEAR * (2 * k / (self.size - 1) - 1) for k in range(self.size)])
+        self._lay(
+            [centre + FINE_HALF_SPAN * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
+        )
         return (
             f"best around {math.exp(middle):.3g} x the initial rate ({why}; loss "
             f"{losses[best]:.4g}, {initial:.4g} at the initial rate)"
@@ -174,11 +176,11 @@ class RateSearch(Ledger):
         """The levels of the long stage."""
         first = self._first
         torn = self._edge(losses, first + TORN * abs(first))
-        top = self.offsets[-1] + FAR if torn is None else torn
+        top = self.offsets[-1] + COARSE_DISTANCE if torn is None else torn
         top -= math.log(self._c)
         self.stage = STAGES.index(LONG)
         if not self.family.by_edge:
-            self._lay([top - APART * (self.size - 1 - k) for k in range(self.size)])
+            self._lay([top - LONG_DISTANCE * (self.size - 1 - k) for k in range(self.size)])
         return (
             f"trials learnt next to nothing (loss {min(losses):.4g}, {first:.4g} before): longer "
             "ones of larger teams are next"

@@ -18,7 +18,7 @@ from hdet_scale.search.trials import COARSE, FINE, LONG, SIZE, STAGES, Level, St
 LEDGER_VERSION = 3
 OVER = len(STAGES)
 """The stage after the last."""
-FAR = math.log(4.0)
+COARSE_DISTANCE = math.log(4.0)
 """Distance of the levels of the coarse stage."""
 LEAST_STEPS = 12
 """Steps of a trial below which no search is run: too few to tell learning rates apart."""
@@ -71,7 +71,7 @@ class Ledger:
         self.stage, self.index = 0, 0
         self.trials_run, self.last_trial = 0, 0
         """How many have ended, and the steps of the last."""
-        self.offsets = [FAR * (k - self.size // 2) for k in range(self.size)]
+        self.offsets = [COARSE_DISTANCE * (k - self.size // 2) for k in range(self.size)]
         self.seen = [Level() for _ in range(self.size)]
         self.start = Level()
         """The loss before any step of the search."""

@@ -6,8 +6,8 @@
     srun python -m hdet_scale.train --config configs/fsdp_hdet.json        (with MASTER_ADDR set)
 
 Without a launcher it starts `--workers` processes on this machine. The log and the checkpoints go
-to RUN. A checkpoint is written right after a converge every `--every` steps, and on SIGTERM at the
-current step. Batches are a pure function of (seed, step, rank): `--resume` loads the newest
+to RUN. A checkpoint is written every `--every` steps where replicas are equal, and on SIGTERM at
+the current step. Batches are a pure function of (seed, step, rank): `--resume` loads the newest
 complete checkpoint and gives the bits of the unbroken run.
 
 Exit codes: 0 done, 1 failed, 2 refused, 130 Ctrl-C, 143 SIGTERM (with a checkpoint).
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hdet train",
         usage="hdet train [options]",
-        description="Train a GPT with replicas that explore learning rates.",
+        description="Train a GPT with replicas; find its learning rate in the run.",
         epilog="example: hdet train --engine fsdp --config configs/fsdp_hdet.json --workers 4",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

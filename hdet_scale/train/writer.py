@@ -73,8 +73,7 @@ class Writer:
         """A step for the screen; `pace` is in seconds a step."""
         scheduler = self.job.scheduler
         base, scheduled = scheduler.get_base_lr()[0], scheduler.get_schedule()[0]
-        steps_left = -step % scheduler.config.interval
-        explores = scheduler.phase == "exploring"
+        steps_left = scheduler.steps_to_converge
         return {
             "kind": "step",
             "step": step,
@@ -83,7 +82,7 @@ class Writer:
             "base": base,
             "change": base / scheduled - 1 if scheduled else 0.0,
             "tokens_per_second": self._tokens / pace,
-            "converge_in": steps_left * pace if explores else None,
+            "converge_in": None if steps_left is None else steps_left * pace,
             "left": (self.steps - step) * pace,
         }
 

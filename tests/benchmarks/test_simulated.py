@@ -123,7 +123,7 @@ def _real(rank: int, size: int, name: str) -> Any:
         scheduler = OneCycleAutoLR(optimizer, rate, rule="auto", model=model, probe=probe, **cycle)
     records: list[Any] = []
     scheduler.on_record(records.append)
-    trials, rule = 0, scheduler.present_phase.rule  # type: ignore[attr-defined]
+    trials, rule = 0, scheduler._phase.rule  # type: ignore[attr-defined]
     while scheduler.searching:
         trials += 1
         teams, team = size // rule.team, rule.team

@@ -153,7 +153,7 @@ def _in_flight(rank: int, size: int) -> tuple[bool, bool, bool]:
     run = Run({"overlap": True, "overlap_steps": 3})
     run.train(rank, 0, T)
     before = run.parameters()
-    averaging = run.scheduler.present_phase.averaging  # type: ignore[attr-defined]
+    averaging = run.scheduler._phase.averaging  # type: ignore[attr-defined]
     flying = averaging._pending is not None
     run.scheduler.state_dict()
     folded = not all(torch.equal(a, b) for a, b in zip(before, run.parameters(), strict=True))

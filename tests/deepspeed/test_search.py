@@ -116,7 +116,7 @@ def _in_teams(rank: int, size: int, stage: int) -> Any:
     run = _searching(stage, shards=1, peak=MAX_LR)
     reference = network()
     plain = torch.optim.AdamW(reference.parameters(), eps=1e-3)
-    first, phase, step = rank // 2 * 2, run.scheduler.present_phase, 0
+    first, phase, step = rank // 2 * 2, run.scheduler._phase, 0
     with long_stage(parts=2):
         while phase.team == 1:
             run.train(step, step + 1)

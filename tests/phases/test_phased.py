@@ -44,7 +44,7 @@ class Run:
             model=self.model,
             probe=self.world.losses if probed else None,
         )
-        self.phases = [self.scheduler.present_phase]
+        self.phases = [self.scheduler._phase]
         self.begins = [0]
         self.step = 0
 
@@ -53,8 +53,8 @@ class Run:
             learn(self.model, self.optimizer, self.step, 0)
             self.scheduler.step(self.world.trained())
             self.step += 1
-            if self.scheduler.present_phase is not self.phases[-1]:
-                self.phases.append(self.scheduler.present_phase)
+            if self.scheduler._phase is not self.phases[-1]:
+                self.phases.append(self.scheduler._phase)
                 self.begins.append(self.step)
 
     @property
@@ -68,7 +68,7 @@ class Run:
 @pytest.mark.slow
 def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
     run = Run()
-    budget = run.scheduler.present_phase.rule.budget
+    budget = run.scheduler._phase.rule.budget
     seen = []
     while run.step < S:
         told = run.scheduler.phase, run.scheduler.searching, run.scheduler.watching
@@ -122,7 +122,7 @@ def test_a_search_that_is_given_up_is_followed_at_once() -> None:
         while run.scheduler.searching:
             run.train(run.step + 1)
             run.scheduler.finalize()
-        assert type(run.scheduler.present_phase) is kind
+        assert type(run.scheduler._phase) is kind
         assert run.scheduler.verdict.startswith("given up")
         assert run.scheduler.get_base_lr() == [1e-4]
 
@@ -139,13 +139,13 @@ def test_a_watch_without_a_snapshot_or_a_probe_ends_at_the_next_step() -> None:
         other.scheduler.load_state_dict(loaded)
         assert other.scheduler.phase == "watched"
         other.train(1)
-        assert type(other.scheduler.present_phase) is Plain
+        assert type(other.scheduler._phase) is Plain
         assert other.scheduler.get_base_lr() == run.scheduler.get_base_lr()
 
 
 def test_the_stride_and_the_boundary_of_each_phase() -> None:
     run = Run()
-    first = run.scheduler.present_phase.trial.steps
+    first = run.scheduler._phase.trial.steps
     assert (run.scheduler.stride, run.scheduler.at_boundary) == (0, True)
     run.train(1)
     assert (run.scheduler.stride, run.scheduler.at_boundary) == (0, False)
@@ -172,7 +172,7 @@ def searching(replicas: int, rank: int) -> Any:
         optimizer, 0.01, total_steps=S, rule="auto", model=model, gradients="local",
         replicas=Replicas(rank=rank, size=replicas), cycle_momentum=False,
     )  # fmt: skip
-    phase = scheduler.present_phase
+    phase = scheduler._phase
     assert isinstance(phase, Searching)
     phase.take_snapshot()
     phase.count(1.0)
@@ -184,7 +184,7 @@ def test_a_step_of_a_trial_makes_the_same_calls_at_any_number_of_replicas(last: 
     loss, counts = torch.tensor(2.0), []
     for n in (FEW, MANY):
         scheduler = searching(n, n - 1 if last else 0)
-        phase = scheduler.present_phase
+        phase = scheduler._phase
         done = phase.step
         work = (phase.write, lambda p=phase: p.count(loss), lambda s=scheduler: s.step(loss))
         counts.append([calls(each) for each in work])
@@ -233,7 +233,7 @@ def _search_then_rounds(rank: int, size: int, policy: dict[str, Any], bad: bool)
     step = 0
     while scheduler.searching:
         loss = learn(model, optimizer, step, rank)
-        if bad and scheduler.present_phase.trial.index == 1:
+        if bad and scheduler._phase.trial.index == 1:
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
         scheduler.step(loss)

@@ -103,7 +103,7 @@ class Run:
         and is told a loss that is lowest at 20 times the initial rate."""
         if self.probed or not self.scheduler.searching:
             return loss
-        trial = self.scheduler.present_phase.trial
+        trial = self.scheduler._phase.trial
         return 1.0 + math.log(trial.multiplier(self.rank) * trial.translation / 20.0) ** 2
 
     def search(self) -> None:
@@ -162,7 +162,7 @@ def test_one_replica_proposes_a_better_rate_and_goes_back_to_its_start(how: str)
         optimizer, 1e-5, total_steps=4000, rule="auto", model=model, probe=common(model),
         cycle_momentum=False,
     )  # fmt: skip
-    step, budget = 0, scheduler.present_phase.rule.budget
+    step, budget = 0, scheduler._phase.rule.budget
     while scheduler.searching:
         assert scheduler.get_base_lr() == [1e-5]
         scheduler.step(learn(model, optimizer, step, 0))
@@ -202,7 +202,7 @@ def test_without_a_probe_the_end_of_each_trial_counts() -> None:
     scheduler = OneCycleAutoLR(
         optimizer, 1e-5, total_steps=4000, rule="auto", model=model, cycle_momentum=False
     )
-    search, step = scheduler.present_phase, 0
+    search, step = scheduler._phase, 0
     while scheduler.searching:
         trial = search.trial
         rate = trial.multiplier(0) * trial.translation
@@ -459,7 +459,7 @@ def _orphan(rank: int, size: int) -> str:
 def _saves_too_often(rank: int, size: int) -> Any:
     """One checkpoint for all every third step, where trials have four and more."""
     run = Run(rank)
-    start, longest = parameters(run.model), run.scheduler.present_phase.rule.longest
+    start, longest = parameters(run.model), run.scheduler._phase.rule.longest
     while run.scheduler.searching and run.step < S:
         run.train(run.step + 1)
         if run.step % 3 == 0:
@@ -657,7 +657,7 @@ def test_gradients_stay_local_in_the_search_and_are_shared_after_it(pair: Fleet)
 def _wide(rank: int, size: int, lr: float) -> Any:
     """The proposed rate; from far too high it is contested, and the run begins with the initial."""
     run = Run(rank, lr=lr, how="sgd", total=8 * S)
-    rule = run.scheduler.present_phase.rule
+    rule = run.scheduler._phase.rule
     run.search()
     run.train(run.step + 3)
     return rule.scale * lr, parameters(run.model)
@@ -771,7 +771,7 @@ def _teams(rank: int, size: int, engine: str) -> Any:
     )  # fmt: skip
     if mesh is not None:
         fsdp.attach(model, optimizer, scheduler, mesh=mesh)
-    search, step, seen = scheduler.present_phase, 0, {}
+    search, step, seen = scheduler._phase, 0, {}
     assert scheduler.searching
 
     def whole() -> list[Tensor]:
@@ -816,10 +816,10 @@ def _interrupted_team(rank: int, size: int, moment: int) -> tuple[int, Any, Any]
     """A checkpoint of the long stage, where replicas share gradients by two."""
     with long_stage(parts=2):
         whole = Run(rank, total=2 * S)
-        while whole.scheduler.present_phase.team == 1:
+        while whole.scheduler._phase.team == 1:
             whole.train(whole.step + 1)
         whole.train(whole.step + moment)
-        saved, team = whole.save(), whole.scheduler.present_phase.team
+        saved, team = whole.save(), whole.scheduler._phase.team
         whole.train(end := whole.step + 60)
         again = Run(rank, total=2 * S)
         again.load(saved)

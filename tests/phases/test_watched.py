@@ -263,7 +263,7 @@ def _contested(rank: int, size: int, lr: float) -> Any:
         mock.patch("tests.phases.test_watched.LR", lr),
     ):
         run = Run(rank)
-        rule = run.scheduler.present_phase.rule
+        rule = run.scheduler._phase.rule
         run.begin()
         proposed, searched, verdict = rule.scale, run.step, run.scheduler.verdict
         first = scale_of(run.scheduler)
@@ -298,9 +298,9 @@ def _duel(rank: int, size: int) -> Any:
         mock.patch("tests.phases.test_watched.LR", 3.0),
     ):
         run = Run(rank)
-        rule = run.scheduler.present_phase.rule
+        rule = run.scheduler._phase.rule
         run.begin()
-    watch = run.scheduler.present_phase.watch
+    watch = run.scheduler._phase.watch
     return rule.duel, rule.scale, watch.duel, watch.contested, watch.scale
 
 

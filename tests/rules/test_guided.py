@@ -310,6 +310,6 @@ def test_what_cannot_work_is_refused() -> None:
 
 
 def test_explored_betas_make_moments_averaged() -> None:
-    assert not auto().present_phase.averaging.average_moments
+    assert not auto()._phase.averaging.average_moments
     both = auto(lambda m, o: [*learning_rates(o), beta(o, 0)])
-    assert both.present_phase.averaging.average_moments
+    assert both._phase.averaging.average_moments
