@@ -189,7 +189,7 @@ def with_authors_names(
             raise TypeError(f"unexpected keyword argument {key!r}{near_keys(HDETConfig, key)}")
     named = {AUTHORS[name][0]: v for name, v in given.items() if v != AUTHORS[name][1]}
     named |= {"rule": "paper"} if enable_auto_lr else {}
-    for key in named.keys() & options.keys():
+    for key in sorted(named.keys() & options.keys() - {"rule"}):  # rule= is over enable_auto_lr
         if named[key] != options[key]:
             raise ValueError(
                 f"{key}={options[key]!r} contradicts the authors' name for it, which says "

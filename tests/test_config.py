@@ -140,9 +140,11 @@ def test_the_authors_names_stand_for_keys() -> None:
     )
 
 
-def test_options_are_stronger_than_the_authors_names() -> None:
+def test_a_rule_is_over_the_authors_name_and_other_keys_may_not_contradict() -> None:
     config = with_authors_names(None, {"rule": "slope"}, **authors(enable_auto_lr=True))
     assert config.rule == "slope"
+    with pytest.raises(ValueError, match=r"interval=20 contradicts .* 10: write one"):
+        with_authors_names(None, {"interval": 20}, **authors(model_sync_interval=10))
 
 
 def test_a_config_takes_the_place_of_the_authors_names() -> None:

@@ -42,8 +42,9 @@ def check_takeover(config: HDETConfig, steps: int | None) -> None:
     """Refuse a rule that would take over after the end of the run."""
     if config.rule == "paper" and steps is not None and config.warmup_steps >= steps:
         raise ValueError(
-            f"warmup_steps={config.warmup_steps} (auto_lr_warmup_steps) leaves nothing of "
-            f"total_steps={steps} to steer: choose a smaller one, or rule='none'"
+            f"auto_lr_warmup_steps={config.warmup_steps} (the key warmup_steps) leaves nothing of "
+            f"total_steps={steps} to steer: choose a smaller one, or enable_auto_lr=False "
+            "(rule='none')"
         )
 
 

@@ -107,8 +107,6 @@ class Watched(Phase):
     def _end(self) -> None:
         """Nothing to go back to, or nothing to evaluate with."""
         self.watch.over, self.successor = True, Plain(self.run)
-        if not self.run.writes_log:
-            return
         logger.warning(
             "the watch ends at step %d: %s",
             self.run.step,

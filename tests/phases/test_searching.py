@@ -582,7 +582,7 @@ def test_teams_leave_nothing_behind_when_detached() -> None:
 
 def test_a_state_from_within_a_trial_needs_each_replicas_own(pair: Fleet) -> None:
     for said in pair.run(_orphan):
-        assert "load replica_state_dict() too" in said
+        assert "call load_replica_state_dict() too" in said
 
 
 def _not_finite(rank: int, size: int, bad: tuple[int, ...]) -> Any:
