@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge.pipeline import local
 from hdet_scale.method.records import EvaluationRecord
-from hdet_scale.search.probe import common_batches
+from hdet_scale.phases.watched import evaluate
+from hdet_scale.search.probe import Probe, common_batches
 from tests.support.fleet import Fleet
 from tests.support.searched import TURN, Overfitting
 from tests.support.toy import bits, buffers, learn, moments, parameters, same, toy
@@ -434,3 +435,20 @@ def test_sharded_replicas_go_back(quartet: Fleet, tmp_path: Path, how: str) -> N
     for shard in (0, 1):
         one, two = (after for _, after, _, _, at, _ in out if at == shard)
         assert same(one, two)
+
+
+def _declared(rank: int, size: int) -> Any:
+    """Replicas that were declared before the process group: it is found at the evaluation."""
+    model = toy(rank)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    scheduler = OneCycleAutoLR(optimizer, 1e-3, 100, model=model, rank=rank, world_size=size)
+    run = scheduler._run
+    run.engine.replicas = Replicas(rank=rank, size=size)
+    probe = Probe(lambda: [0.5 + rank, 1.5 + rank], run.engine)
+    return evaluate(probe, run, 2.0 * rank)
+
+
+def test_an_evaluation_finds_the_process_group_of_declared_replicas(pair: Fleet) -> None:
+    for losses, trained in pair.run(_declared):
+        assert losses == [1.0, 2.0]
+        assert trained == 1.0
