@@ -174,8 +174,8 @@ def _work(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     # The workers share the cores: more threads than cores would only wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
     try:
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
         function(queue.put, *args)
     except Exception as error:
         refused = str(error) if isinstance(error, Refused) else None

@@ -27,6 +27,7 @@ def greet(send: Send, word: str) -> None:
 def abort_at_exit(send: Send) -> None:
     """As native threads may that outlive the work, when the interpreter is taken down."""
     atexit.register(os.abort)
+    dist.barrier()  # a rank that left before its peer has connected would fail the peer
     send(dist.get_rank())
 
 
@@ -82,3 +83,13 @@ def test_leaving_the_loop_ends_the_workers() -> None:
     pids = [next(loop), next(loop)]
     loop.close()  # type: ignore[attr-defined]
     assert all(gone(pid) for pid in pids)
+
+
+def fail_to_connect(send: Send) -> None:
+    raise AssertionError("no worker gets here")
+
+
+def test_a_worker_that_cannot_connect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(WorkerError, match=r"worker [01] failed"):
+        list(messages(fail_to_connect, 2))
