@@ -82,7 +82,8 @@ def messages(
         processes: list[Any] = []
         try:
             with _signals_held():
-                work = (function, count, store, queue, args, backend, forward_sigterm)
+                parent = os.getpid()
+                work = (function, count, store, queue, args, backend, forward_sigterm, parent)
                 processes += spawn(_work, work, count, join=False).processes
             with _forwarded(processes) if forward_sigterm else nullcontext():
                 yield from _until_ended(processes, queue)
@@ -165,7 +166,11 @@ def _work(
     args: tuple[object, ...],
     backend: str,
     hold_term: bool,
+    parent: int,
 ) -> None:
+    # torch lets a worker die with its parent, but one that is still importing is not told.
+    if os.getppid() != parent:
+        leave(1)
     # Ctrl-C ends a worker silently; the parent prints one message for all.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     freed = {signal.SIGINT} if hold_term else {signal.SIGINT, signal.SIGTERM}

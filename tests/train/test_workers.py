@@ -1,11 +1,13 @@
 """Local workers: messages, failures, signals, and how a worker ends."""
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +42,10 @@ def die_on_rank_1(send: Send) -> None:
 def wait_for_ever(send: Send) -> None:
     send(os.getpid())
     time.sleep(600)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def gone(pid: int) -> bool:
@@ -93,3 +99,36 @@ def test_a_worker_that_cannot_connect_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(WorkerError, match=r"worker [01] failed"):
         list(messages(fail_to_connect, 2))
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_start() -> None:
+    """They used to train on, unseen, until the pipe to the parent was full."""
+    script = (
+        "from hdet_scale.train.workers import messages\n"
+        "from tests.train.test_workers import wait_for_ever\n"
+        "if __name__ == '__main__': list(messages(wait_for_ever, 2))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], env=ENVIRONMENT, start_new_session=True
+    )
+    try:
+        while len(children(parent.pid)) < 3:  # the workers, and multiprocessing's tracker
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 60
+        while not group_gone(parent.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def group_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
