@@ -200,15 +200,15 @@ def test_sharded_parameters_in_the_ddp_path(pair: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "message"),
+    ("attributes", "message"),
     [
         ({"ds_id": 7}, r"ds_id 7.*hdet_scale\.deepspeed\.initialize"),
         ({"_is_flat_param": True}, r"FlatParameter.*fully_shard"),
     ],
 )
-def test_slices_of_other_engines(mark: dict[str, Any], message: str) -> None:
+def test_slices_of_other_engines(attributes: dict[str, Any], message: str) -> None:
     optimizer = make()
-    for name, value in mark.items():
+    for name, value in attributes.items():
         setattr(optimizer.param_groups[0]["params"][0], name, value)
     refused(ValueError, message, lambda o: OneCycleAutoLR(o, 0.1, 10), optimizer)
 

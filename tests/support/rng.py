@@ -1,4 +1,4 @@
-"""The state of every global random generator, to see that nobody has drawn from it."""
+"""The state of every global random generator, to see that nothing was drawn from it."""
 
 from __future__ import annotations
 
