@@ -17,6 +17,9 @@ EXTRAS = {
         "prodigyopt>=1.1",
         "dadaptation>=3.2",
         "schedulefree>=1.4",
+        "mechanic-pytorch>=0.0.1",
+        "momo-opt>=0.1",
+        "prodigy-plus-schedule-free>=2.0",
         "matplotlib>=3.8",
     ],
     "test": [

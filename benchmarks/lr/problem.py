@@ -40,6 +40,12 @@ class Task:
     weight_decay: float = 0.0
     steps: tuple[int, int] = (800, 2000)
     """The two run lengths."""
+    evaluate: Callable[[Params, Tensor], Tensor] | None = None
+    """Loss in eval mode; None where it is the same as in training."""
+
+    def evaluated(self, params: Params, indices: Tensor) -> Tensor:
+        """Mean loss of each copy, [R], in eval mode, on examples given by their indices [R, b]."""
+        return (self.evaluate or self.losses)(params, indices)
 
     def draw(self, seed: int, steps: int, batch: int | None = None) -> Tensor:
         """The examples of a whole run: indices [steps, batch]."""
@@ -54,7 +60,7 @@ class Task:
         indices = torch.arange(self.train, self.train + examples)
         with torch.no_grad():
             for part in indices.split(block):
-                total += self.losses(params, part.expand(count, -1)) * len(part)
+                total += self.evaluated(params, part.expand(count, -1)) * len(part)
         return total / examples
 
 

@@ -12,22 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lr.problem import Task
-from benchmarks.rows import where
+from benchmarks.rows import RESULTS, where
 
 Row = dict[str, Any]
+RECOVERY = RESULTS / "lr_recovery.jsonl"
+"""Rows of the grid, of fixed learning rates and of rule="auto"."""
+RIVALS = RESULTS / "lr_rivals.jsonl"
+"""Rows of the other methods."""
 GONE = ("climb",)
 """Methods that no longer exist: their rows stay in the file and are not read."""
 
 
-class Rows:
-    """What was run, and what is run only once."""
+def is_gone(row: Row) -> bool:
+    """Whether a row is of a method, or of a version of rule="auto", that no longer exists.
 
-    def __init__(self, path: Path) -> None:
+    Rows of today's rule="auto" have the key "cost"; those of earlier versions do not.
+    """
+    return row["method"] in GONE or (row["method"].startswith("auto") and "cost" not in row)
+
+
+class Rows:
+    """What was run, and what is run only once.
+
+    Args:
+        path: the file that rows are read from and appended to.
+        also: further files to read rows from. What is in them is not run again.
+    """
+
+    def __init__(self, path: Path, *also: Path) -> None:
         self.path, self.stamp = path, where()
-        self.rows: list[Row] = []
-        if path.exists():
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-            self.rows = [row for row in rows if row["method"] not in GONE]
+        files = [file for file in (path, *also) if file.exists()]
+        rows = [json.loads(x) for file in files for x in file.read_text().splitlines() if x]
+        self.rows: list[Row] = [row for row in rows if not is_gone(row)]
         self.known = {self._key(row) for row in self.rows}
 
     @staticmethod
@@ -43,7 +59,7 @@ class Rows:
         if self._key(place) in self.known:
             return
         began = time.perf_counter()
-        row = place | {"seconds": 0.0} | do()
+        row: Row = place | {"seconds": 0.0} | do()
         row |= {"seconds": round(row["seconds"] or time.perf_counter() - began, 2), **self.stamp}
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a", encoding="utf-8") as out:
@@ -63,14 +79,16 @@ class Rows:
         return rate, whole[rate]
 
     def excesses(self) -> dict[tuple[str, int, str, float], list[tuple[float, float]]]:
-        """(task, steps, method, start) -> for each seed (excess in %, rate over best)."""
+        """(task, steps, method, start) -> for each seed (excess in %, rate over best); only where
+        there is a grid."""
         out: dict[tuple[str, int, str, float], list[tuple[float, float]]] = defaultdict(list)
-        limits: dict[tuple[str, int], tuple[float, dict[int, float]]] = {}
+        gridded = {(row["task"], row["steps"]) for row in self.rows if row["method"] == "grid"}
+        limits = {where: self.best(*where) for where in gridded}
         for row in self.rows:
-            if row["method"] == "grid":
-                continue
             where = (row["task"], row["steps"])
-            rate, losses = limits.setdefault(where, self.best(*where))
+            if row["method"] == "grid" or where not in limits:
+                continue
+            rate, losses = limits[where]
             if row["seed"] in losses:
                 excess = 100 * (row["loss"] / losses[row["seed"]] - 1)
                 key = (*where, row["method"], row["start"])

@@ -67,7 +67,7 @@ def probe(task: Task, params: Params, seed: int) -> Tensor:
     """Each copy's loss on each of the same batches, [PROBES, R]."""
     count = next(iter(params.values())).shape[0]
     with torch.no_grad():
-        drawn = [task.losses(params, b.expand(count, -1)) for b in held_out(task, seed)]
+        drawn = [task.evaluated(params, b.expand(count, -1)) for b in held_out(task, seed)]
     return torch.stack(drawn).double()
 
 

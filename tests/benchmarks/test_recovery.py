@@ -19,7 +19,7 @@ def test_the_arbiter_resumes_and_pairs_seeds(tmp_path: Path) -> None:
     task, calls = TASKS["over"], []
 
     def row(loss: float, rate: float) -> Any:
-        return lambda: calls.append(loss) or {"loss": loss, "rate": rate, "extra": 0.0}
+        return lambda: calls.append(loss) or {"loss": loss, "rate": rate, "cost": 0.0}
 
     for seed, shift in ((0, 0.0), (1, 1.0)):
         for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, math.nan)):
@@ -70,24 +70,44 @@ def test_a_median_is_of_all_tasks_and_a_mean_of_all_of_its_own() -> None:
 
 
 def row(loss: float, rate: float) -> dict[str, Any]:
-    return {"loss": loss, "rate": rate, "extra": 0.0}
+    return {"loss": loss, "rate": rate, "cost": 0.0}
 
 
-def test_rows_of_methods_that_no_longer_exist_are_not_read(tmp_path: Path) -> None:
+def test_rows_of_what_no_longer_exists_are_not_read(tmp_path: Path) -> None:
+    """Of methods that are gone, and of the rule="auto" before its rows had a cost."""
     path = tmp_path / "rows.jsonl"
-    place = {"task": "gpt", "steps": 800, "seed": 0, **row(2.0, 0.1)}
-    methods = ["grid", *GONE, "auto"]
-    lines = [json.dumps({**place, "method": m, "start": 0.1}) for m in methods]
-    path.write_text("\n".join(lines) + "\n")
-    assert [r["method"] for r in Rows(path).rows] == ["grid", "auto"]
-    assert len(path.read_text().splitlines()) == len(methods), "the file is left as it is"
+    place = {"task": "gpt", "steps": 800, "seed": 0, "start": 0.1, "loss": 2.0, "rate": 0.1}
+    made = [{**place, "method": m} for m in ("grid", *GONE, "auto", "auto inside")]
+    made.append({**place, "method": "auto", "cost": 0.1, "seed": 1})
+    path.write_text("".join(json.dumps(x) + "\n" for x in made))
+    rows = Rows(path)
+    assert [(r["method"], r["seed"]) for r in rows.rows] == [("grid", 0), ("auto", 1)]
+    assert len(path.read_text().splitlines()) == len(made), "the file is left as it is"
+    rows.run(TASKS["gpt"], 800, 0, "auto", 0.1, lambda: row(3.0, 0.2))
+    assert len(rows.rows) == 3, "what is gone is run again"
+
+
+def test_rows_of_further_files_are_read_and_not_run_again(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    Rows(second).run(TASKS["gpt"], 800, 0, "prodigy", 0.0, lambda: row(2.0, 0.1))
+    rows = Rows(first, second)
+    rows.run(TASKS["gpt"], 800, 0, "prodigy", 0.0, lambda: row(9.0, 0.1))
+    rows.run(TASKS["gpt"], 800, 1, "prodigy", 0.0, lambda: row(3.0, 0.1))
+    assert [r["loss"] for r in rows.rows] == [2.0, 3.0]
+    assert [len(path.read_text().splitlines()) for path in (first, second)] == [1, 1]
+
+
+def test_there_is_no_excess_without_a_grid(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.run(TASKS["gpt"], 800, 0, "prodigy", 0.0, lambda: row(2.0, 0.1))
+    assert rows.excesses() == {}
 
 
 def test_the_tables_of_the_documents_are_made_from_the_rows_that_are_kept() -> None:
     rows = Rows(ROWS)
     shown = {row["method"] for row in rows.rows}
-    assert {"grid", "auto", "slope", "paper 0.1"} <= shown
-    columns = [readme(800, 2000), *documents(800), *documents(2000)]
+    assert {"grid", "slope", "paper 0.1"} <= shown
+    columns = [readme(800, 2000), *documents(800)[1:], *documents(2000)[1:]]
     tables = [markdown(rows, part, TASKS, errors=True) for part in columns]
     assert all(tables)
     assert not any(name in text for name in GONE for text in tables)
