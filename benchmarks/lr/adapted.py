@@ -1,7 +1,8 @@
 """Problems that start from trained weights: fine-tuning and adapters.
 
 A byte-level GPT of one block is trained on the top-level modules of the standard library. It is
-then adapted to the source of packages of the library, which it has not seen.
+then adapted to the source of packages of the library, which it has not seen: to much of it or to
+little.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MIXED = ("asyncio", "email", "http", "importlib", "logging", "unittest", "urllib
 """Packages that resemble the top-level modules: the loss is nearly as low from the start."""
 PARALLEL = ("asyncio", "concurrent", "multiprocessing")
 """Packages on one subject."""
+DATA = ("json", "sqlite3", "dbm", "wsgiref", "html")
+"""Small packages on the storage and exchange of data."""
 RANK = 4
 """The rank of an adapter."""
 ADAPTED = [f"{kind}{i}" for i in range(LAYERS) for kind in ("qkv", "out", "up", "down")]
@@ -150,14 +153,14 @@ def adapters(*, name: str = "adapters", batch: int = 24, around: float = 0.02) -
         params = {}
         for kind in ADAPTED:
             fan_in, fan_out = _trained()[kind].shape
-            params[f"{kind}.a"] = linear(g, fan_in, RANK)
-            params[f"{kind}.b"] = torch.zeros(RANK, fan_out)
+            params[f"{kind}_a"] = linear(g, fan_in, RANK)
+            params[f"{kind}_b"] = torch.zeros(RANK, fan_out)
         return params
 
     def losses(p: Params, indices: Tensor) -> Tensor:
         whole = {k: v.expand(len(indices), *v.shape) for k, v in _trained().items()}
         for kind in ADAPTED:
-            whole[kind] = whole[kind] + torch.bmm(p[f"{kind}.a"], p[f"{kind}.b"])
+            whole[kind] = whole[kind] + torch.bmm(p[f"{kind}_a"], p[f"{kind}_b"])
         return _gpt(whole, _text(PARALLEL)[indices])
 
     return Task(
@@ -169,4 +172,29 @@ def adapters(*, name: str = "adapters", batch: int = 24, around: float = 0.02) -
         batch=batch,
         optimizer="adamw",
         around=around,
+    )
+
+
+def finetune_few(*, name: str = "finetune-few", batch: int = 16, around: float = 0.00015) -> Task:
+    """All weights of a trained byte-level GPT, on 200 windows of other source: it overfits;
+    AdamW."""
+    train = 200
+
+    def init(g: torch.Generator) -> Params:
+        return dict(_trained())
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        held = TRAIN + indices - train
+        return _gpt(p, _text(DATA)[torch.where(indices < train, indices, held)])
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=HELD_OUT,
+        batch=batch,
+        optimizer="adamw",
+        around=around,
+        weight_decay=0.01,
     )

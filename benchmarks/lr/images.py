@@ -42,11 +42,17 @@ def _which(indices: Tensor, train: int) -> Tensor:
     return torch.where(indices < train, indices % WHOLE, held)
 
 
-def noisy_digits(indices: Tensor, train: int) -> tuple[Tensor, Tensor]:
-    """Digits under noise that hardly ever comes twice, so that they do not run out."""
+def clean_digits(indices: Tensor, train: int) -> tuple[Tensor, Tensor]:
+    """Digits from -1 to 1, without noise, and their labels."""
     images, labels = _digits(0)
     which = _which(indices, train)
-    return images[which] + 0.7 * _speckle()[indices % len(_speckle())], labels[which]
+    return images[which], labels[which]
+
+
+def noisy_digits(indices: Tensor, train: int) -> tuple[Tensor, Tensor]:
+    """Digits under noise that hardly ever comes twice, so that they do not run out."""
+    images, labels = clean_digits(indices, train)
+    return images + 0.7 * _speckle()[indices % len(_speckle())], labels
 
 
 def _patches(images: Tensor) -> Tensor:
@@ -243,7 +249,7 @@ def denoise(*, name: str = "denoise", batch: int = 64, around: float = 0.004) ->
 
     def losses(p: Params, indices: Tensor) -> Tensor:
         noisy, _ = noisy_digits(indices, train)
-        clean = _digits(0)[0][_which(indices, train)]
+        clean, _ = clean_digits(indices, train)
         x = functional.relu(times(noisy.flatten(2), p["one"]))
         x = functional.relu(times(times(x, p["two"]), p["three"]))
         return (times(x, p["out"]) - clean.flatten(2)).square().mean((1, 2))

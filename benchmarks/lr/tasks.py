@@ -1,15 +1,21 @@
 """The tasks on which rules are judged, and which of them had a part in the rules.
 
 What differs between them is what decides the best learning rate: the optimizer, the noise of the
-gradient, the curvature, and whether the data run out.
+gradient, the curvature, whether the data run out, whether the weights are random or trained, and
+whether the examples of a batch depend on each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from benchmarks.lr import adapted as lr_adapted
+from benchmarks.lr import coupled as lr_coupled
 from benchmarks.lr import images as lr_images
+from benchmarks.lr import latent as lr_latent
 from benchmarks.lr import plateaus as lr_plateaus
+from benchmarks.lr import regressions as lr_regressions
+from benchmarks.lr import sequences as lr_sequences
 from benchmarks.lr import tables as lr_tables
 from benchmarks.lr import texts as lr_texts
 from benchmarks.lr import unstable as lr_unstable
@@ -43,9 +49,19 @@ DEVELOPED: Mapping[str, Task] = {
         lr_plateaus.sigmoid(),
         lr_plateaus.duels(),
         lr_unstable.stripes(),
+        lr_regressions.regress(),
+        lr_sequences.sort(),
+        lr_latent.vae(),
+        lr_adapted.finetune(),
+        lr_adapted.finetune_few(),
+        lr_adapted.adapters(),
+        lr_coupled.contrast(),
+        lr_coupled.clicks(),
+        lr_coupled.graph(),
+        lr_coupled.norms(),
     )
 }
-"""Tasks that had a part in the rules: their constants were chosen on them."""
+"""Tasks that had a part in the rules: their constants were or may be chosen on them."""
 FIRST = [*DEVELOPED][:7]
 """Where everything is run from everywhere."""
 JUDGED: Mapping[str, Task] = {

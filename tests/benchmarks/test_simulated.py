@@ -58,9 +58,10 @@ def optimizer_of(task: Task, model: nn.Module, lr: float) -> torch.optim.Optimiz
     return AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=task.weight_decay)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "graph"])
 def test_stacked_copies_step_as_torchs_optimizers_do(name: str) -> None:
-    """Three copies at three learning rates against three ordinary trainings."""
+    """Three copies at three learning rates against three ordinary trainings; all tasks but the one
+    with dropout, whose masks differ between copies."""
     task = TASKS[name]
     rates = [task.around / 4, task.around / 2, task.around]
     stacked = Stacked(task, weights(task, 0, 3))
