@@ -197,3 +197,122 @@ def norms(*, name: str = "norms", batch: int = 64, around: float = 0.1) -> Task:
         optimizer="sgd",
         around=around,
     )
+
+
+@functools.cache
+def _purchases(users: int, items: int, examples: int) -> tuple[Tensor, Tensor]:
+    """Who bought what: each user takes items near their taste, and popular ones more often."""
+    g = torch.Generator().manual_seed(8)
+    taste, kind = (torch.randn(n, 3, generator=g) for n in (users, items))
+    score = 1.2 * taste @ kind.T - 0.5 * torch.arange(1, items + 1).log()
+    who = torch.randint(users, (examples,), generator=g)
+    what = torch.empty_like(who)
+    for part in torch.arange(examples).split(8192):
+        chosen = torch.multinomial(score[who[part]].softmax(1), 1, generator=g)
+        what[part] = chosen.squeeze(1)
+    return who, what
+
+
+def rank(*, name: str = "rank", batch: int = 128, around: float = 0.04) -> Task:
+    """Which item of the batch a user bought, by a tower for users and one for items; AdamW."""
+    users, items, width, hidden = 1500, 600, 12, 24
+    train, held_out = 100_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        params = {}
+        for kind, count in (("user", users), ("item", items)):
+            params |= {
+                kind: normal(g, count, width, scale=0.5),
+                f"{kind}_one": linear(g, width, hidden, 1.4),
+                f"{kind}_out": linear(g, hidden, width),
+            }
+        return params
+
+    def tower(p: Params, kind: str, index: Tensor) -> Tensor:
+        x = functional.relu(times(look_up(p[kind], index), p[f"{kind}_one"]))
+        return times(x, p[f"{kind}_out"])
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        who, what = (v[indices] for v in _purchases(users, items, train + held_out))
+        alike = torch.bmm(tower(p, "user", who), tower(p, "item", what).transpose(1, 2))
+        # An item that others of the batch bought too is no negative.
+        again = (what[:, None] == what[:, :, None]) & ~torch.eye(what.shape[1], dtype=torch.bool)
+        same = torch.arange(what.shape[1]).expand_as(what)
+        return cross_entropy(alike.masked_fill(again, -math.inf), same)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="adamw",
+        around=around,
+        weight_decay=0.01,
+    )
+
+
+@functools.cache
+def _measured(features: int, classes: int, examples: int) -> tuple[Tensor, Tensor]:
+    """Measurements in units of very different size, and classes by a random network and noise."""
+    g = torch.Generator().manual_seed(9)
+    x = torch.randn(examples, features, generator=g)
+    score = torch.relu(x @ linear(g, features, 32, 1.4)) @ linear(g, 32, classes, 3.0)
+    label = torch.multinomial(score.softmax(1), 1, generator=g).squeeze(1)
+    unit = 10 ** (torch.rand(features, generator=g) * 4 - 2)
+    return (x + torch.randn(features, generator=g)) * unit, label
+
+
+def batchnorm_sgd(*, name: str = "batchnorm-sgd", batch: int = 64, around: float = 0.2) -> Task:
+    """An MLP with BatchNorm on measurements in units of very different size; SGD.
+
+    Training takes the statistics of the batch. Evaluation takes those of 256 training examples.
+    """
+    features, classes, width, layers = 16, 5, 48, 2
+    train, held_out = 60_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        params = {"out": linear(g, width, classes), "level": torch.zeros(1, classes)}
+        for i in range(layers):
+            params |= {
+                f"layer{i}": linear(g, width if i else features, width, 1.4),
+                f"gain{i}": torch.ones(1, width),
+                f"shift{i}": torch.zeros(1, width),
+            }
+        return params
+
+    def logits(p: Params, x: Tensor, known: int) -> Tensor:
+        """Logits of rows [R, b, features]; the statistics are those of the first `known` rows."""
+
+        def normed(x: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(x[:, :known], 1, correction=0, keepdim=True)
+            return (x - mean) * (variance + 1e-5).rsqrt()
+
+        x = normed(x)
+        for i in range(layers):
+            x = normed(times(x, p[f"layer{i}"]))
+            x = functional.relu(x * p[f"gain{i}"] + p[f"shift{i}"])
+        return times(x, p["out"]) + p["level"]
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        rows, label = (v[indices] for v in _measured(features, classes, train + held_out))
+        return cross_entropy(logits(p, rows, rows.shape[1]), label)
+
+    def evaluate(p: Params, indices: Tensor) -> Tensor:
+        rows, label = _measured(features, classes, train + held_out)
+        known = torch.arange(256).expand(len(indices), -1)
+        guess = logits(p, rows[torch.cat([known, indices], 1)], 256)[:, 256:]
+        return cross_entropy(guess, label[indices])
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        evaluate=evaluate,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="sgd",
+        around=around,
+    )

@@ -1,4 +1,4 @@
-"""Problems whose answer is a real number."""
+"""Problems whose answer is a number: real, or a count."""
 
 from __future__ import annotations
 
@@ -49,5 +49,48 @@ def regress(*, name: str = "regress", batch: int = 32, around: float = 0.05) -> 
         held_out=held_out,
         batch=batch,
         optimizer="adamw",
+        around=around,
+    )
+
+
+@functools.cache
+def _events(inputs: int, examples: int) -> tuple[Tensor, Tensor]:
+    """Rows of covariates, and counts of events whose log-rate is a smooth function of them."""
+    g = torch.Generator().manual_seed(24)
+    rows = torch.randn(examples, inputs, generator=g)
+    hidden = torch.tanh(rows @ linear(g, inputs, 16, 1.2))
+    score = (hidden @ linear(g, 16, 1)).squeeze(1) + 0.3 * rows[:, 0]
+    return rows, torch.poisson((1.0 + 1.2 * score).exp(), generator=g)
+
+
+def poisson(*, name: str = "poisson", batch: int = 64, around: float = 0.06) -> Task:
+    """Counts of events from covariates, by an MLP for the log-rate; well above zero at its best;
+    SGD with Nesterov momentum."""
+    inputs, width, train, held_out = 10, 32, 60_000, 4096
+
+    def init(g: torch.Generator) -> Params:
+        return {
+            "one": linear(g, inputs, width, 1.4),
+            "shift": torch.zeros(1, width),
+            "two": linear(g, width, width, 1.4),
+            "out": linear(g, width, 1, 0.5),
+            "level": torch.zeros(1, 1),
+        }
+
+    def losses(p: Params, indices: Tensor) -> Tensor:
+        rows, count = (v[indices] for v in _events(inputs, train + held_out))
+        x = functional.relu(times(rows, p["one"]) + p["shift"])
+        x = functional.relu(times(x, p["two"]))
+        score = (times(x, p["out"]) + p["level"]).squeeze(-1)
+        return (score.exp() - count * score + torch.lgamma(count + 1)).mean(1)
+
+    return Task(
+        name=name,
+        init=init,
+        losses=losses,
+        train=train,
+        held_out=held_out,
+        batch=batch,
+        optimizer="sgd",
         around=around,
     )

@@ -14,10 +14,12 @@ from benchmarks.lr import coupled as lr_coupled
 from benchmarks.lr import images as lr_images
 from benchmarks.lr import latent as lr_latent
 from benchmarks.lr import plateaus as lr_plateaus
+from benchmarks.lr import points as lr_points
 from benchmarks.lr import regressions as lr_regressions
 from benchmarks.lr import sequences as lr_sequences
 from benchmarks.lr import tables as lr_tables
 from benchmarks.lr import texts as lr_texts
+from benchmarks.lr import transfer as lr_transfer
 from benchmarks.lr import unstable as lr_unstable
 from benchmarks.lr.problem import Task
 
@@ -49,6 +51,16 @@ DEVELOPED: Mapping[str, Task] = {
         lr_plateaus.sigmoid(),
         lr_plateaus.duels(),
         lr_unstable.stripes(),
+        lr_texts.masked(),
+        lr_images.tanh(),
+        lr_texts.rnn(),
+        lr_plateaus.parity(),
+        lr_plateaus.recall(),
+        lr_plateaus.twins(),
+        lr_plateaus.counts(),
+        lr_unstable.elman(),
+        lr_unstable.adding(),
+        lr_unstable.relu(),
         lr_regressions.regress(),
         lr_sequences.sort(),
         lr_latent.vae(),
@@ -61,23 +73,22 @@ DEVELOPED: Mapping[str, Task] = {
         lr_coupled.norms(),
     )
 }
-"""Tasks that had a part in the rules: their constants were or may be chosen on them."""
+"""Tasks that had a part in the rules, or whose results were seen: constants were or may be chosen
+on them."""
 FIRST = [*DEVELOPED][:7]
 """Where everything is run from everywhere."""
 JUDGED: Mapping[str, Task] = {
     task.name: task
     for task in (
-        lr_texts.masked(),
-        lr_images.tanh(),
-        lr_texts.rnn(),
-        lr_plateaus.parity(),
-        lr_plateaus.recall(),
-        lr_plateaus.twins(),
-        lr_plateaus.counts(),
-        lr_unstable.elman(),
-        lr_unstable.adding(),
-        lr_unstable.relu(),
+        lr_points.full_batch(),
+        lr_sequences.post_norm(),
+        lr_transfer.lora_few(),
+        lr_coupled.rank(),
+        lr_regressions.poisson(),
+        lr_coupled.batchnorm_sgd(),
+        lr_points.distill(),
     )
 }
-"""Tasks that were written when the rules were done, and on which nothing was chosen."""
+"""Tasks that were written when the rules were done, and on which nothing was chosen; before that
+only their grids were run, to set `around`."""
 TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}

@@ -39,7 +39,7 @@ def test_tables_are_of_what_was_run(tmp_path: Path) -> None:
     """Two tasks, two seeds: the excess over the best of the grid with the same seed, its mean and
     standard error, stars, and no column of what was not run."""
     rows = Rows(tmp_path / "rows.jsonl")
-    for name in ("gpt", "masked"):
+    for name in ("gpt", "distill"):
         for seed, best in ((0, 2.0), (1, 4.0)):
             for rate, loss in ((0.1, best), (0.2, 1.5 * best)):
                 rows.run(TASKS[name], 800, seed, "grid", rate, lambda x=loss, r=rate: row(x, r))
@@ -48,7 +48,7 @@ def test_tables_are_of_what_was_run(tmp_path: Path) -> None:
     columns = [(800, "auto", 0.1), (800, "auto", 10.0)]
     lines = markdown(rows, columns, TASKS, errors=True).splitlines()
     assert lines[0] == "| 800 steps | auto, from 0.1 x |"
-    assert lines[2:4] == ["| gpt | +2.0 ± 1.0 |", "| masked * | +2.0 ± 1.0 |"]
+    assert lines[2:4] == ["| gpt | +2.0 ± 1.0 |", "| distill * | +2.0 ± 1.0 |"]
     assert len(lines) == 4, "neither a median nor a mean of tasks that were not all run"
     assert "| gpt | +2.0 |" in markdown(rows, columns, TASKS, errors=False)
     assert markdown(rows, columns[1:], TASKS, errors=True) == ""

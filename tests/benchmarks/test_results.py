@@ -14,7 +14,7 @@ from benchmarks.lr.results import is_harmed, label, over_start, table_of_auto, t
 from benchmarks.lr.rows import Rows
 from benchmarks.lr.tasks import TASKS
 
-SHOWN = ("logit", "masked")
+SHOWN = ("logit", "distill")
 
 
 def filled(path: Path) -> Rows:
@@ -50,7 +50,7 @@ def test_the_table_of_auto_has_excesses_and_a_summary(rows: Rows) -> None:
     lines = table_of_auto(rows, 800).splitlines()
     assert lines[0] == "| 800 steps | from 1/10 | from 1 x | from 10 x |"
     assert lines[2] == "| logit | +2.0 ± 1.0 | +11.0 ± 1.0 | +30.0 ± 0.0 |"
-    assert lines[3] == "| masked * | +2.0 ± 1.0 | +11.0 ± 1.0 | diverges |"
+    assert lines[3] == "| distill * | +2.0 ± 1.0 | +11.0 ± 1.0 | diverges |"
     assert lines[4] == "| **median** | +2.0 | +11.0 | diverges |"
     assert lines[5] == "| **within 5 %** | 2 of 2 (100 %) | 0 of 2 (0 %) | 0 of 2 (0 %) |"
     assert lines[6] == "| **worst** | +2.0 | +11.0 | diverges |"
@@ -115,6 +115,6 @@ def test_the_document_is_written_with_its_figure(tmp_path: Path) -> None:
 
 def test_a_task_that_was_not_run_at_all_rates_is_left_out(rows: Rows) -> None:
     assert results.contested(rows, 800) == [*SHOWN]
-    rows.rows = [r for r in rows.rows if (r["task"], r["rate"]) != ("masked", RATES[3])]
+    rows.rows = [r for r in rows.rows if (r["task"], r["rate"]) != ("distill", RATES[3])]
     assert results.contested(rows, 800) == ["logit"]
     assert results.contested(rows, 2000) == []

@@ -61,9 +61,10 @@ def optimizer_of(task: Task, model: nn.Module, lr: float) -> torch.optim.Optimiz
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "graph"])
 def test_stacked_copies_step_as_torchs_optimizers_do(name: str) -> None:
     """Three copies at three learning rates against three ordinary trainings; all tasks but the one
-    with dropout, whose masks differ between copies."""
+    with dropout, whose masks differ between copies. At `around` without a warm-up and with a batch
+    of 8 a loss may overflow, which `poisson` does."""
     task = TASKS[name]
-    rates = [task.around / 4, task.around / 2, task.around]
+    rates = [task.around / 8, task.around / 4, task.around / 2]
     stacked = Stacked(task, weights(task, 0, 3))
     batches = task.draw(5, 4, 8)
     for batch in batches:
@@ -179,7 +180,7 @@ def test_simulated_teams_are_the_real_ones(quartet: Fleet) -> None:
 
 
 def test_nothing_was_tuned_on_what_is_judged() -> None:
-    judged = "masked tanh rnn parity recall twins counts elman adding relu"
+    judged = "full-batch post-norm lora-few rank poisson batchnorm-sgd distill"
     assert set(JUDGED) == set(judged.split())
     assert all(task.held_out > VALIDATED + 300 for task in TASKS.values())
 
