@@ -219,7 +219,7 @@ def rank(*, name: str = "rank", batch: int = 128, around: float = 0.04) -> Task:
     train, held_out = 100_000, 4096
 
     def init(g: torch.Generator) -> Params:
-        params = {}
+        params: Params = {}
         for kind, count in (("user", users), ("item", items)):
             params |= {
                 kind: normal(g, count, width, scale=0.5),

@@ -90,5 +90,5 @@ JUDGED: Mapping[str, Task] = {
     )
 }
 """Tasks that were written when the rules were done, and on which nothing was chosen; before that
-only their grids were run, to set `around`."""
+only fixed learning rates were run on them, to set `around`."""
 TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}
