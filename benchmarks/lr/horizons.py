@@ -119,12 +119,12 @@ def table(rows: list[dict[str, Any]], kind: str, family: str) -> str:
     means = {c: [statistics.fmean(seen[(task, *c)]) for task in tasks] for c in columns}
     for i, task in enumerate(tasks):
         lines.append(f"| {task} | " + " | ".join(f"{means[c][i]:+.1f}" for c in columns) + " |")
-    spreads = (f"{statistics.median(means[c]):+.1f} ± {_spread(means[c]):.1f}" for c in columns)
+    spreads = (f"{statistics.median(means[c]):+.1f} ± {spread(means[c]):.1f}" for c in columns)
     lines.append("| **median ± spread** | " + " | ".join(spreads) + " |")
     return "\n".join(lines)
 
 
-def _spread(values: list[float]) -> float:
+def spread(values: list[float]) -> float:
     """Half of what the middle two thirds of the tasks differ by: one of them may be far off."""
     ordered = sorted(values)
     cut = len(ordered) // 6

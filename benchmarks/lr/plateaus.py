@@ -95,9 +95,11 @@ def _duels(players: int, examples: int) -> tuple[Tensor, Tensor, Tensor]:
     return one, two, won.float()
 
 
-def duels(*, name: str = "duels", batch: int = 256, around: float = 4.0) -> Task:
+def duels(
+    *, name: str = "duels", batch: int = 256, around: float = 4.0, train: int = 120_000
+) -> Task:
     """Games between players, as products of their embeddings, which begin near zero; SGD."""
-    players, width, train, held_out = 120, 8, 120_000, 4096
+    players, width, held_out = 120, 8, 4096
 
     def init(g: torch.Generator) -> Params:
         return {
@@ -225,9 +227,11 @@ def _counts(fields: int, examples: int) -> tuple[Tensor, Tensor]:
     return x, torch.poisson(rate.exp(), generator=g)
 
 
-def counts(*, name: str = "counts", batch: int = 128, around: float = 0.05) -> Task:
+def counts(
+    *, name: str = "counts", batch: int = 128, around: float = 0.05, train: int = 60_000
+) -> Task:
     """Counts of events, by a Poisson regression of an MLP, whose loss has no natural zero; SGD."""
-    fields, hidden, train, held_out = 10, 48, 60_000, 4096
+    fields, hidden, held_out = 10, 48, 4096
 
     def init(g: torch.Generator) -> Params:
         return {

@@ -76,9 +76,11 @@ def _ratings(users: int, items: int, rank: int, examples: int) -> tuple[Tensor, 
     return who, what, rating + 0.3 * torch.randn(examples, generator=g)
 
 
-def factor(*, name: str = "factor", batch: int = 256, around: float = 0.02) -> Task:
+def factor(
+    *, name: str = "factor", batch: int = 256, around: float = 0.02, train: int = 60_000
+) -> Task:
     """Ratings of items by users, as a product of embeddings; Adam on a squared error."""
-    users, items, width, train, held_out = 300, 200, 12, 60_000, 4096
+    users, items, width, held_out = 300, 200, 12, 4096
 
     def init(g: torch.Generator) -> Params:
         return {
@@ -176,9 +178,11 @@ def fields(*, name: str = "fields", batch: int = 128, around: float = 0.2) -> Ta
     )
 
 
-def smooth(*, name: str = "smooth", batch: int = 32, around: float = 0.01) -> Task:
+def smooth(
+    *, name: str = "smooth", batch: int = 32, around: float = 0.01, train: int = 60_000
+) -> Task:
     """The function of `deep`, by an MLP of three layers and AdamW on a squared error."""
-    inputs, width, train, held_out = 6, 64, 60_000, 4096
+    inputs, width, held_out = 6, 64, 4096
 
     def init(g: torch.Generator) -> Params:
         return {

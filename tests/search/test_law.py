@@ -1,0 +1,81 @@
+"""The law that translates a trial's best rate into the run's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet_scale.search.law import BATCH, EXTRA, TURN, translation
+
+ratios = st.floats(1, 1e6)
+steps = st.integers(1, 10**9)
+
+
+@given(ratios, steps, steps, st.booleans())
+def test_it_is_bounded(ratio: float, one: int, two: int, adaptive: bool) -> None:
+    c = translation(ratio, min(one, two), max(one, two), adaptive=adaptive)
+    power = ratio ** (BATCH if adaptive else 2 * BATCH)
+    assert math.isfinite(c)
+    assert power / (1 + EXTRA) * (1 - 1e-9) <= c <= power * (1 + 1e-9)
+
+
+@given(ratios, ratios, st.lists(steps, min_size=3, max_size=3), st.booleans())
+def test_it_rises_with_the_batch_ratio_and_the_trial_and_falls_with_the_run(
+    one: float, two: float, lengths: list[int], adaptive: bool
+) -> None:
+    (few, more), (short, middle, long) = sorted((one, two)), sorted(lengths)
+    slack = 1 + 1e-9
+
+    def c(ratio: float, trial: int, run: int) -> float:
+        return translation(ratio, trial, run, adaptive=adaptive)
+
+    assert c(few, short, long) <= c(more, short, long) * slack
+    assert c(few, short, long) <= c(few, middle, long) * slack
+    assert c(few, short, long) <= c(few, short, middle) * slack
+
+
+@given(ratios, st.lists(steps, min_size=3, max_size=3), st.booleans())
+def test_two_translations_in_a_row_are_one(
+    ratio: float, lengths: list[int], adaptive: bool
+) -> None:
+    short, middle, long = sorted(lengths)
+    first = translation(ratio, short, middle, adaptive=adaptive)
+    then = translation(1, middle, long, adaptive=adaptive)
+    assert first * then == pytest.approx(translation(ratio, short, long, adaptive=adaptive))
+
+
+@given(steps, st.booleans())
+def test_a_trial_that_is_the_run_needs_no_translation(length: int, adaptive: bool) -> None:
+    assert translation(1, length, length, adaptive=adaptive) == 1
+
+
+def test_values() -> None:
+    assert (BATCH, EXTRA, TURN) == (1 / 3, 2, 300)
+    assert translation(8, 300, 300) == pytest.approx(2)
+    assert translation(8, 300, 300, adaptive=False) == pytest.approx(4)
+    # g(h) = 2 at 300 steps, 1.5 at 900, 1.2 at 2,700
+    assert translation(1, 300, 900) == pytest.approx(0.75)
+    assert translation(1, 900, 2700) == pytest.approx(0.8)
+    assert translation(8, 300, 2700) == pytest.approx(1.2)
+    assert math.log2(translation(1, 20, 800)) == pytest.approx(-0.90, abs=0.01)
+    assert math.log2(translation(1, 5000, 100_000)) == pytest.approx(-0.14, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ((0.5, 10, 100), "batch_ratio .* got 0.5"),
+        ((math.nan, 10, 100), "batch_ratio .* got nan"),
+        ((math.inf, 10, 100), "batch_ratio .* got inf"),
+        ((1, 0, 100), "trial_steps .* got 0"),
+        ((1, math.nan, 100), "trial_steps .* got nan"),
+        ((1, 10, 9), "run_steps must be at least trial_steps, 10, got 9"),
+        ((1, 10, math.inf), "run_steps .* got inf"),
+    ],
+)
+def test_nonsense_is_refused(given_: tuple[float, float, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        translation(*given_)
