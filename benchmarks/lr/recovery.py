@@ -13,7 +13,7 @@ validation loss over that of the best of the grid with the same seed.
 Replicas are simulated: eight copies in one process, a batch of 1/8 each
 (tests/benchmarks/test_simulated.py shows that this equals real processes). A run of rule="auto" has
 as many additional steps as its search takes, so that the main run is as long as that of the other
-methods and the search is the extra cost that the table shows; the row "auto inside" has S in all.
+methods and the search is the cost on top ("auto on top"); the row "auto" has S in all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Arbiter(Rows):
         for start in (0.1, 10.0) if short else STARTS:
             at = best * start
             self.run(
-                task, steps, seed, "auto", start,
+                task, steps, seed, "auto on top", start,
                 lambda at=at: auto(task, seed, steps, at, inside=False),  # type: ignore[misc]
             )  # fmt: skip
         if short or seed >= RIVAL_SEEDS:
@@ -107,9 +107,9 @@ class Arbiter(Rows):
     def variants(self, task: Task, steps: int, seed: int) -> None:
         """`auto` within the steps of the run, and beneath Schedule-Free."""
         best, _ = self.best(task.name, steps)
-        for start in (0.1, 10.0):
+        for start in (0.1, 1.0, 10.0):
             self.run(
-                task, steps, seed, "auto inside", start,
+                task, steps, seed, "auto", start,
                 lambda at=best * start: auto(task, seed, steps, at, inside=True),  # type: ignore[misc]
             )  # fmt: skip
         for start in (0.1, 1.0, 10.0):

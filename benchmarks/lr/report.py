@@ -21,7 +21,7 @@ Column = tuple[int, str, float]
 def readme(short: int, long: int) -> list[Column]:
     """Columns of the README's table."""
     return [
-        *((steps, "auto", start) for steps in (short, long) for start in (0.1, 1.0, 10.0)),
+        *((steps, "auto on top", start) for steps in (short, long) for start in (0.1, 1.0, 10.0)),
         *((short, "fixed", start) for start in (0.1, 10.0)),
         *((short, name, 0.0) for name in ("prodigy", "d-adaptation", "schedule-free")),
     ]
@@ -31,8 +31,8 @@ def documents(steps: int) -> list[list[Column]]:
     """Columns of the tables of docs/search.md: auto, the other rules from where all tasks were
     run and from where some were, the other methods."""
     auto = [
-        *(("auto", start) for start in STARTS),
-        *(("auto inside", start) for start in (0.1, 10.0)),
+        *(("auto on top", start) for start in STARTS),
+        *(("auto", start) for start in (0.1, 1.0, 10.0)),
         *((FREE, start) for start in (0.1, 1.0, 10.0)),
     ]
     rules = [

@@ -180,6 +180,7 @@ def table_of_cost(rows: Rows) -> str:
                 row["cost"]
                 for row in rows.rows
                 if (row["method"], row["steps"], row["start"]) == (AUTO, steps, start)
+                and "cost" in row
             ]
             if costs:
                 middle = statistics.median(costs)

@@ -23,12 +23,17 @@ GONE = ("climb",)
 """Methods that no longer exist: their rows stay in the file and are not read."""
 
 
-def is_gone(row: Row) -> bool:
-    """Whether a row is of a method, or of a version of rule="auto", that no longer exists.
+RENAMED = {"auto": "auto on top", "auto inside": "auto"}
+"""Names of rule="auto" in rows that have no key "cost": at first "auto" had its search on top."""
 
-    Rows of today's rule="auto" have the key "cost"; those of earlier versions do not.
-    """
-    return row["method"] in GONE or (row["method"].startswith("auto") and "cost" not in row)
+
+def present(row: Row) -> Row | None:
+    """A row as it is called today; None if its method no longer exists."""
+    if row["method"] in GONE:
+        return None
+    if "cost" in row or row["method"] not in RENAMED:
+        return row
+    return {**row, "method": RENAMED[row["method"]]}
 
 
 class Rows:
@@ -43,7 +48,7 @@ class Rows:
         self.path, self.stamp = path, where()
         files = [file for file in (path, *also) if file.exists()]
         rows = [json.loads(x) for file in files for x in file.read_text().splitlines() if x]
-        self.rows: list[Row] = [row for row in rows if not is_gone(row)]
+        self.rows: list[Row] = [row for row in map(present, rows) if row is not None]
         self.known = {self._key(row) for row in self.rows}
 
     @staticmethod

@@ -196,6 +196,6 @@ def auto(
     return {
         "loss": run.loss,
         "rate": start * run.scale,
-        "extra": (total + probed) / steps - 1,
+        "cost": (before.steps + probed) / steps,
         "verdict": "; ".join([before.rule.verdict, *run.verdicts]),
     }

@@ -74,17 +74,18 @@ def row(loss: float, rate: float) -> dict[str, Any]:
 
 
 def test_rows_of_what_no_longer_exists_are_not_read(tmp_path: Path) -> None:
-    """Of methods that are gone, and of the rule="auto" before its rows had a cost."""
+    """And rows of rule="auto" from before they had a cost have another name today."""
     path = tmp_path / "rows.jsonl"
     place = {"task": "gpt", "steps": 800, "seed": 0, "start": 0.1, "loss": 2.0, "rate": 0.1}
     made = [{**place, "method": m} for m in ("grid", *GONE, "auto", "auto inside")]
     made.append({**place, "method": "auto", "cost": 0.1, "seed": 1})
     path.write_text("".join(json.dumps(x) + "\n" for x in made))
     rows = Rows(path)
-    assert [(r["method"], r["seed"]) for r in rows.rows] == [("grid", 0), ("auto", 1)]
+    shown = [(r["method"], r["seed"]) for r in rows.rows]
+    assert shown == [("grid", 0), ("auto on top", 0), ("auto", 0), ("auto", 1)]
     assert len(path.read_text().splitlines()) == len(made), "the file is left as it is"
     rows.run(TASKS["gpt"], 800, 0, "auto", 0.1, lambda: row(3.0, 0.2))
-    assert len(rows.rows) == 3, "what is gone is run again"
+    assert len(rows.rows) == 4, "what was run under its former name is not run again"
 
 
 def test_rows_of_further_files_are_read_and_not_run_again(tmp_path: Path) -> None:
