@@ -36,7 +36,8 @@ class Snapshot:
             return
         self.tensors = [_copy(t) for t in self._targets()]
         kept = engine.optimizer.state
-        self.state = [_copied(kept[p]) if p in kept else None for p in self.params]
+        # Reading `optimizer.state[p]` leaves an empty entry there: still a fresh start.
+        self.state = [_copied(kept[p]) if kept.get(p) else None for p in self.params]
         self.options = [options_of(g) for g in engine.optimizer.param_groups]
         self.scale = engine.loss_scale()
 
@@ -64,7 +65,7 @@ class Snapshot:
             target.copy_(kept)
         optimizer = self.engine.optimizer
         for p, kept_state in zip(self.params, self.state, strict=True):
-            if kept_state is None:
+            if not kept_state:
                 # A fresh start is not a state of zeros: SGD's first step copies the gradient.
                 optimizer.state.pop(p, None)
             else:

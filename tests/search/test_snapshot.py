@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from hdet_scale import FusedAdamW, FusedLion, FusedSGD
 from hdet_scale.engines.protocol import Engine
 from hdet_scale.search.snapshot import Snapshot
-from tests.support.toy import batch, bits, toy
+from tests.support.toy import batch, bits, learn, parameters, same, toy
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.01),
@@ -165,3 +165,20 @@ def test_statistics_of_batch_norm_go_back_averaged_or_not(buffers: bool) -> None
     assert bits(model.state_dict()) != before
     snapshot.restore()
     assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_empty_entry_of_the_optimizers_state_is_a_fresh_start(kind: str) -> None:
+    """`optimizer.state[p]` makes one when it is read. A fused step after going back raised
+    KeyError: 'exp_avg'."""
+    model, fresh = toy(wrap=False), toy(wrap=False)
+    optimizer, other = (OPTIMIZERS[kind](m.parameters()) for m in (model, fresh))
+    for p in model.parameters():
+        optimizer.state[p]  # read by a user's logging
+    kept = Snapshot(Engine(optimizer, model))
+    learn(model, optimizer, 0, 0)
+    kept.restore()
+    for step in range(1, 3):
+        learn(model, optimizer, step, 0)
+        learn(fresh, other, step, 0)
+    assert same(parameters(model), parameters(fresh))
