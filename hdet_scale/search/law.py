@@ -21,6 +21,9 @@ A trial that is the run (M = 1, h = S) has c = 1. The three constants were fitte
 tasks: on trials and runs of 10 to 20,000 steps of small models (benchmarks/lr/bridge.py) and on
 pre-training runs of language models, 950 steps and longer (benchmarks/lr/steplaw.py).
 
+The search itself still translates by the families of hdet_scale.search.ledger, which were fitted to
+trials of an eighth of the batch and tens of steps.
+
 Pure: no torch, no process group.
 """
 
