@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(markdown(arbiter, readme(lengths[0], lengths[-1]), shown, errors=False))
         for columns in (part for steps in lengths for part in documents(steps)):
             print(f"\n{markdown(arbiter, columns, TASKS, errors=True)}")
-        starts = [(steps, "auto", start) for steps in lengths for start in (0.1, 1.0, 10.0)]
+        starts = [(steps, "auto on top", start) for steps in lengths for start in (0.1, 1.0, 10.0)]
         print(f"\n{ratios(arbiter, starts)}")
         return
     if not given.table:

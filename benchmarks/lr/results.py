@@ -343,8 +343,9 @@ search). *Worse than the start* is the number of tasks whose loss is more than 2
 the fixed initial rate with the same seed, by more than two standard errors.
 """
 ABOUT_COST = """\
-Steps that the search takes, and those that a restart discards, of a run with the given number of
-steps in all.
+Steps that the search takes of a run with the given number of steps in all, and the forwards of its
+evaluations, a third of a step each. Steps that a restart discards are not counted. Rows from before
+this was recorded are left out.
 """
 ABOUT_RIVALS = f"""\
 *Own default*: the method as its documentation recommends. *For all tasks*: one learning rate for
