@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,12 +70,19 @@ class HDETConfig:
     interval: int = 1000
     """T: optimizer steps of a round."""
     gradients: str = "shared"
-    """"shared" or "local": step with the gradient of all replicas, or with this replica's own. With
-    local gradients nothing crosses replicas between converges."""
+    """"shared" or "local": step with all replicas' gradient or its own. With local gradients
+    nothing crosses replicas between converges."""
     total_steps: int | None = None
     """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
-    probe_batches: int = 16
+    passes: float | None = None
+    """Passes over the training data in the whole run, where known. A run that repeats its data
+    often is not given a higher rate: a search is too short to see it overfit. OneCycleAutoLR takes
+    it from `epochs`."""
+    probe_batches: int = 64
     """At most so many losses are taken from a probe."""
+    restart_budget: float = 0.15
+    """Share of the steps that going back to earlier weights may discard. A run goes back where its
+    held-out loss rises. 0: it never does, and its rate is lowered in place."""
     patience: int | None = 50
     """Rounds without a move until the slope rule halves its spread. None: never."""
     warmup_steps: int = 0
@@ -103,6 +111,18 @@ class HDETConfig:
         check_int("warmup_steps", self.warmup_steps, at_least=0)
         check_int("seed", self.seed, at_least=0)
         check_int("probe_batches", self.probe_batches, at_least=1)
+        if not 0.0 <= self.restart_budget < 1.0:
+            raise ValueError(
+                f"restart_budget must be a share in [0, 1), got {self.restart_budget!r}: 0.15 lets "
+                "restarts discard 15 % of the steps"
+            )
+        if self.passes is not None and not (
+            isinstance(self.passes, int | float) and 0 < self.passes < math.inf
+        ):
+            raise ValueError(
+                f"passes must be a finite number above 0 or None, got {self.passes!r}: give the "
+                "number of epochs of the run"
+            )
         for name in ("total_steps", "patience"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1, other="or None")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -37,12 +36,13 @@ from hdet_scale.phases.arguments import (
     check_takeover,
     length_of,
     with_length,
+    with_passes,
 )
 from hdet_scale.phases.build import check_search, make_run
 from hdet_scale.phases.phased import PhasedScheduler
 from hdet_scale.runs.replay import ReplayLR
 from hdet_scale.search.probe import Losses
-from hdet_scale.search.schedule import ScheduleShape, go_to, position_of, shape_of
+from hdet_scale.search.schedule import ScheduleShape, shape_of
 from hdet_scale.topology import Replicas
 
 __all__ = ["AutoLR", "OneCycleAutoLR", "ReplayLR"]
@@ -124,6 +124,7 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
             lr_of_lr=lr_of_lr,
             momentum_of_lr=momentum_of_lr,
         )
+        config = with_passes(config, epochs)
         steps = length_of(total_steps, epochs, steps_per_epoch)
         check_takeover(config, steps)
         engine = engine or engine_for(
@@ -164,24 +165,11 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
             step=self.last_epoch,
         )
         run.schedule = self._schedule
-        self._begin(run, lambda: int(self.last_epoch), self._shape, probe)
+        self._begin(run, self._shape, probe)
 
     def _shape(self) -> ScheduleShape:
-        """Of the whole cycle, which is known at every step: a thousand of them will do."""
-        now, peaks = self.last_epoch, [float(g["max_lr"]) for g in self.optimizer.param_groups]
-        every = max(1, self.total_steps // 1000)
-        rows = []
-        for step in range(0, self.total_steps, every):
-            self.last_epoch = step
-            rows.append([float(x) for x in self._values()])
-        self.last_epoch = now
-        self._values()  # a cycled momentum goes back too
-        return ScheduleShape(tuple(peaks), ScheduleShape.of([*rows, peaks]).mean)
-
-    def _values(self) -> list[float | Tensor]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch wants get_lr to be called in a step only
-            return self.get_lr()
+        peaks = tuple(float(g["max_lr"]) for g in self.optimizer.param_groups)
+        return ScheduleShape(peaks, math.ceil(self._schedule_phases[0]["end_step"]))
 
     def get_lr(self) -> list[float | Tensor]:
         """The schedule's own values, as torch computes them: the base before any steering."""
@@ -210,10 +198,6 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
         turn = self._phase.count(checked)
         if self._phase.successor is not None:
             self._change()
-        if turn.position is not None:
-            self.last_epoch = int(turn.position)
-            self._step_count = self.last_epoch + 1
-            self._values()
         for _ in range(turn.steps):
             super().step()
         self._write()
@@ -301,13 +285,7 @@ class AutoLR(PhasedScheduler, LRScheduler):
             step=max(0, int(getattr(scheduler, "last_epoch", 0))),
         )
         run.schedule = [f.scheduled() for f in chosen]
-        self._begin(
-            run, self._position, lambda: shape_of(self.scheduler, config.total_steps or 0), probe
-        )
-
-    def _position(self) -> dict[str, Any]:
-        self._write_schedule()
-        return position_of(self.scheduler)
+        self._begin(run, lambda: shape_of(self.scheduler, config.total_steps or 0), probe)
 
     def _write_schedule(self) -> None:
         """The inner scheduler's own values, for it to read back."""
@@ -324,13 +302,11 @@ class AutoLR(PhasedScheduler, LRScheduler):
         if self._phase.successor is not None:
             self._change()
         try:
-            if turn.position is not None:
-                go_to(self.scheduler, turn.position)
-            elif turn.steps:
+            if turn.steps:
                 self._write_schedule()
             for _ in range(turn.steps):
                 self.scheduler.step()
-            if turn.steps or turn.position is not None:
+            if turn.steps:
                 self._run.schedule = [f.scheduled() for f in self._run.factors]
         finally:
             self._write()

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from hdet_scale import ConvergePolicy, OneCycleAutoLR, Replicas, fsdp
 from hdet_scale.converge.outer import OuterStep
 from hdet_scale.method.records import EvaluationRecord
+from hdet_scale.search.decision import RateSearch
 from tests.support.sharded import Sharded, batch, build_model, loss_of
-from tests.support.trials import short_trials
 
 STEPS = 30
 
@@ -167,7 +167,7 @@ def test_a_folder_holds_a_whole_checkpoint(fleets: Any, tmp_path: Path) -> None:
 class Watched:
     """A run with a search that overfits as soon as its weights are some way from their start."""
 
-    STEPS = 800
+    STEPS = RateSearch.least_steps(2)
 
     def __init__(self, rank: int, shards: int) -> None:
         self.rank, self.step = rank, 0
@@ -180,18 +180,21 @@ class Watched:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         for step in range(2):  # the optimizer has moments where the search begins
             self.learn(batch(step, 0))
-        self.start, self.began = self.own(), self.full()
-        with short_trials(5):
-            self.scheduler = OneCycleAutoLR(
-                self.optimizer,
-                1e-4,
-                self.STEPS,
-                rule="auto",
-                cycle_momentum=False,
-                replicas=Replicas.from_mesh(mesh),
-                probe=self.losses,
-            )
-            self.hdet = fsdp.attach(self.model, self.optimizer, self.scheduler, mesh=mesh)
+        self.start = self.own()
+        self.scheduler = OneCycleAutoLR(
+            self.optimizer,
+            1e-4,
+            self.STEPS,
+            rule="auto",
+            restart_budget=0.5,
+            cycle_momentum=False,
+            replicas=Replicas.from_mesh(mesh),
+            probe=self.losses,
+        )
+        self.hdet = fsdp.attach(self.model, self.optimizer, self.scheduler, mesh=mesh)
+        self.evaluated: list[float] = []
+        self.best: list[Tensor] = []
+        """Weights and moments of the lowest held-out loss."""
         self.restarts: list[int] = []
         self.scheduler.on_record(self.note)
 
@@ -207,8 +210,13 @@ class Watched:
         return [*(t.full_tensor().detach().clone() for t in tensors), *counts]  # type: ignore[attr-defined]
 
     def note(self, record: Any) -> None:
-        if isinstance(record, EvaluationRecord) and record.restart:
+        if not isinstance(record, EvaluationRecord):
+            return
+        self.evaluated.append(record.loss)
+        if record.restart:
             self.restarts.append(record.step)
+        elif record.loss == min(self.evaluated):
+            self.best = self.full()
 
     def distance(self) -> float:
         pairs = zip(self.own(), self.start, strict=True)
@@ -244,15 +252,15 @@ class Watched:
 
 
 def _restarted(rank: int, size: int, shards: int, path: str) -> Any:
-    """Saved three steps into the watch, and gone on with."""
+    """Saved when the held-out loss has risen for the first time, and gone on with."""
     run = Watched(rank, shards)
-    while not run.scheduler.watching:
+    while not run.best or run.evaluated[-1] == min(run.evaluated):
         run.train()
     for _ in range(3):
         run.train()
     run.hdet.save(path)
     step, restarts, back, end = run.step, *run.until_restart()
-    return step, restarts, back, end, same(back, run.began)
+    return step, restarts, back, end, same(back, run.best)
 
 
 def _restarted_after_load(rank: int, size: int, shards: int, path: str, step: int) -> Any:
@@ -271,8 +279,8 @@ def test_a_watch_goes_on_and_restarts_in_another_layout(
     is cut into shards, that of shards put together."""
     path = str(tmp_path / "checkpoint")
     wanted = fleets(4).run(_restarted, saved, path)
-    step, restarts, back, end, is_start = wanted[0]
-    assert is_start
+    step, restarts, back, end, is_best = wanted[0]
+    assert is_best
     for again in fleets(4).run(_restarted_after_load, loaded, path, step):
         assert again[0] == restarts
         assert same(again[1], back)

@@ -41,13 +41,9 @@ class Checkpoint:
         engine, scheduler = self.engine, self.scheduler
         if self.equalize:
             scheduler.equalize()
-        fresh = not any(engine.optimizer.state.values())
-        with _without_gradients(engine.optimizer if fresh else None):
-            model, optimizer = get_state_dict(engine.sharded_model, engine.optimizer)
+        model, optimizer, fresh = _states(engine.sharded_model, engine.optimizer)
         state = scheduler.state_dict()
         if fresh:
-            # torch has made a state of zeros to have one to write; a first step is not a second.
-            engine.optimizer.state.clear()
             state["fresh"] = True
         kept = state["hdet"]["phase_state"].pop("converge", {})
         # One value to the checkpoint: a run with another rule, or with none, can read it.
@@ -79,6 +75,17 @@ class Checkpoint:
         return f"converge of shard {at.shard_rank} of {at.shard_size}"
 
 
+def _states(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any, bool]:
+    """The states of both, and whether the optimizer has none yet."""
+    fresh = not any(optimizer.state.values())
+    with _without_gradients(optimizer if fresh else None):
+        states = get_state_dict(model, optimizer)
+    if fresh:
+        # torch has made a state of zeros to have one to write; a first step is not a second.
+        optimizer.state.clear()
+    return *states, fresh
+
+
 @contextlib.contextmanager
 def _without_gradients(optimizer: Optimizer | None) -> Iterator[None]:
     """torch makes an optimizer's state only where no gradient would be lost by it."""
@@ -100,14 +107,15 @@ def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     diverged, and each rank saves its own slices to a file of its own.
 
     Returns:
-        {"model": ..., "optimizer": ...} with local tensors in place of DTensors. They share memory
-        with the model and the optimizer: write them before the next step.
+        {"model": ..., "optimizer": ..., "fresh": ...} with local tensors in place of DTensors. They
+        share memory with the model and the optimizer: write them before the next step. "fresh":
+        the optimizer has no state, as on a replica of a search between two trials.
 
     Limitations:
         It can be loaded only with the same number of ranks and the same sharding.
     """
-    states = get_state_dict(model, optimizer)
-    return {k: _local(v) for k, v in zip(("model", "optimizer"), states, strict=True)}
+    weights, state, fresh = _states(model, optimizer)
+    return {"model": _local(weights), "optimizer": _local(state), "fresh": fresh}
 
 
 def load_local_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -119,6 +127,8 @@ def load_local_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
         model_state_dict=_filled(live_model, state["model"]),
         optim_state_dict=_filled(live_optimizer, state["optimizer"]),
     )
+    if state.get("fresh", False):
+        optimizer.state.clear()
 
 
 def _local(value: Any) -> Any:

@@ -54,29 +54,34 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One trial on each replica: a short schedule, all of them from the same weights."""
+    """One trial: a short, complete schedule of one team of replicas at one rate, from the initial
+    weights. Trials that were run side by side have the same step."""
 
     kind: ClassVar[str] = "trial"
 
     stage: str
-    """Stage of the search: "coarse", "fine" or "long"."""
+    """Stage of the search: "first" or "second"."""
     trial: int
     """Index within the search, from 0."""
     step: int
     """Optimizer steps done in all."""
-    rates: dict[str, tuple[float, ...]]
-    """For each factor every replica's peak rate, as it trained."""
+    rates: dict[str, float]
+    """For each factor its peak rate, as it was trained."""
+    loss: float
+    """Held-out loss after the decay; infinite where the trial diverged."""
+    error: float
+    """Standard error of the difference to the initial rate's trial of the same stage; of the loss
+    itself for that trial and for those that ended before it. Infinite where it is not known."""
     losses: tuple[float, ...]
-    """Held-out loss after the decay at each replica's level: the mean over the replicas that ran
-    that level; not finite where all of them diverged."""
+    """The loss of each of the probe's batches; without a probe the training loss of each step in
+    the last third of the trial."""
     translation: float
     """What a trial's rate is multiplied with to give the rate of the run."""
     verdict: str
-    """What the stage decided, in words; empty until its last trial."""
-    probe_losses: tuple[float, ...]
-    """This rank's losses on the probe's batches."""
-    probe_seconds: float
-    """Time of the probe on this rank."""
+    """What was decided after this trial, in words; empty where another of the stage follows."""
+    seconds: float
+    """Time of the evaluation on this rank, for all trials of this step together; 0 in all records
+    of a step but the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ class SearchRecord:
     step: int
     """Optimizer steps done in all: those of the search."""
     trials: int
-    """How many trials each replica ran."""
+    """How many trials were evaluated."""
     initial: dict[str, float]
     """For each factor the peak of the schedule, as the user gave it."""
     taken: dict[str, float]
@@ -108,7 +113,7 @@ class EvaluationRecord:
     step: int
     """Optimizer steps done in all."""
     loss: float
-    """Mean held-out loss; NaN where one batch's was not finite."""
+    """Mean held-out loss; infinite where one batch's was not finite."""
     losses: tuple[float, ...]
     """The loss of each batch."""
     scale: float
@@ -116,7 +121,8 @@ class EvaluationRecord:
     rates: dict[str, float]
     """For each factor its value at this step."""
     restart: bool
-    """Whether the run went back to its snapshot after this step."""
+    """Whether the weights went back to those of the lowest loss after this step. The schedule goes
+    on."""
     verdict: str
     """What the watch decided, in words; empty if it decided nothing."""
     seconds: float

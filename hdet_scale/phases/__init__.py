@@ -6,6 +6,7 @@ Read in this order:
     plain            training as without HDET, bit for bit
     exploring        fan-out, converge, steering: the published method
     searching        the trials before a run
+    search_news      what a search tells while it runs
     watched          the run after a search, evaluated on held-out batches
     build            a run and its phases from a config
     snapshot_files   the watch's snapshot in checkpoints of sharded replicas

@@ -75,3 +75,15 @@ def with_length(config: HDETConfig, scheduler: object) -> HDETConfig:
     if config.total_steps is not None or not isinstance(known, int):
         return config
     return dataclasses.replace(config, total_steps=known)
+
+
+def with_passes(config: HDETConfig, epochs: object) -> HDETConfig:
+    """The config with the passes over the data, where the epochs are given and it has none.
+
+    Args:
+        config: the user's.
+        epochs: OneCycleLR's argument; torch itself refuses what is not valid.
+    """
+    if config.passes is not None or not isinstance(epochs, int) or epochs < 1:
+        return config
+    return dataclasses.replace(config, passes=float(epochs))

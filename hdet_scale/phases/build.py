@@ -22,7 +22,6 @@ from hdet_scale.rules.designs import check_design
 from hdet_scale.rules.guided import GuidedSteering
 from hdet_scale.rules.slope import Slope, Width
 from hdet_scale.search.decision import RateSearch
-from hdet_scale.search.ledger import LEAST_STEPS
 from hdet_scale.search.schedule import ScheduleShape
 from hdet_scale.topology import Replicas
 
@@ -69,14 +68,11 @@ class Phases:
 
     Args:
         run: the run.
-        position: returns the schedule's position, in its scheduler's own terms.
         shape: makes the shape of the schedule; called only where a search may come first.
     """
 
-    def __init__(
-        self, run: Run, position: Callable[[], Any], shape: Callable[[], ScheduleShape]
-    ) -> None:
-        self.run, self.position = run, position
+    def __init__(self, run: Run, shape: Callable[[], ScheduleShape]) -> None:
+        self.run = run
         self.shape = shape() if run.config.searches else None
 
     def first(self) -> Phase:
@@ -116,7 +112,7 @@ class Phases:
         if self.shape is not None and name == Searching.name:
             return self._searching()
         if self.shape is not None and name == Watched.name:
-            return Watched(self.run, self.shape)
+            return Watched(self.run)
         return self.after_search()
 
     def _rule(self, *, idle: bool = False) -> RateSearch:
@@ -125,28 +121,23 @@ class Phases:
             replicas=run.replicas.size,
             total_steps=run.total_steps,
             adaptive=divides_by_the_gradient(run.engine.optimizer),
+            passes=run.config.passes,
             idle=idle,
         )
 
     def _searching(self) -> Searching:
         if self.shape is None:
             raise RuntimeError(f"rule={self.run.config.rule!r} has no search")
-        return Searching(
-            self.run,
-            self._rule(),
-            schedule=self.shape,
-            position=self.position,
-            after=self.after_search,
-        )
+        return Searching(self.run, self._rule(), schedule=self.shape, after=self.after_search)
 
 
 def searches(config: HDETConfig, where: Replicas, total_steps: int) -> bool:
     """Whether a search comes before the run: it is left out where the run is too short for one."""
     if not config.searches:
         return False
-    least = RateSearch.least_steps(where.size, LEAST_STEPS)
+    least = RateSearch.least_steps(where.size)
     if total_steps < least and where.rank == where.shard_rank == 0:
-        logger.info(
+        logger.warning(
             "rule='auto' runs no search: %d steps are too few for %d replicas, it needs %d; the "
             "schedule is run as it is",
             total_steps,

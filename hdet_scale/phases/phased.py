@@ -23,6 +23,7 @@ from hdet_scale.phases.run import Phase, Run
 from hdet_scale.phases.searching import Searching
 from hdet_scale.phases.watched import Watched
 from hdet_scale.search.probe import Losses, Probe
+from hdet_scale.search.result import SearchResult
 from hdet_scale.search.schedule import ScheduleShape
 from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.topology import Replicas
@@ -115,6 +116,12 @@ class PhasedScheduler:
         return self._run.verdict
 
     @property
+    def search_result(self) -> SearchResult | None:
+        """What the search found: initial, proposed and taken rates, the loss curve with its errors,
+        the cost. None until a search is over, and in a run that was resumed after it."""
+        return self._run.search_result
+
+    @property
     def config(self) -> HDETConfig:
         """What is searched or explored, and how replicas converge."""
         return self._run.config
@@ -173,13 +180,12 @@ class PhasedScheduler:
     def _begin(
         self,
         run: Run,
-        position: Callable[[], Any],
         shape: Callable[[], ScheduleShape],
         probe: Losses | None,
     ) -> None:
         """The first phase; called once, at the end of a scheduler's construction."""
         self._run = run
-        self._phases = Phases(run, position, shape)
+        self._phases = Phases(run, shape)
         self._phase = self._phases.first()
         if probe is not None:
             self.probe_with(probe)

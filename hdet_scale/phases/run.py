@@ -26,10 +26,11 @@ from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.space import Factor
 from hdet_scale.method.records import ProbeRecord, Record
 from hdet_scale.search.probe import Probe
+from hdet_scale.search.result import SearchResult
 from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.topology import Replicas
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class Steering(Protocol):
@@ -76,8 +77,6 @@ class Turn:
 
     steps: int = 1
     """Steps forward; 0 during a search."""
-    position: Any = None
-    """Where the schedule goes back to when the run restarts; None where it does not."""
 
 
 STAY, FORWARD = Turn(0), Turn(1)
@@ -112,6 +111,7 @@ class Run:
         self.probe: Probe | None = None
         self.verdict = ""
         """What the search decided last, in words."""
+        self.search_result: SearchResult | None = None
         self.listeners: list[Callable[[Record], None]] = []
         self.start_at(step)
 
@@ -121,7 +121,7 @@ class Run:
         """Optimizer steps done, those of the search included."""
         self.round, self.round_step = divmod(step, self.config.interval)
         self.lost = self.played = 0
-        """Steps of the search and of discarded runs; steps of the schedule's run since."""
+        """Steps of the search; steps of the schedule's run since."""
 
     @property
     def replicas(self) -> Replicas:
@@ -162,7 +162,7 @@ class Run:
 
     def turn(self) -> Turn:
         """Steps of the schedule for this step of the run: u(t) = t S / (S - R), rounded down, with
-        R steps lost to the search and to restarts, so that the whole schedule fits into the rest.
+        R steps of the search, so that the whole schedule fits into the rest.
         """
         if not self.lost:
             return FORWARD
@@ -172,11 +172,6 @@ class Run:
         if t >= left:
             return FORWARD
         return Turn((t + 1) * total // left - t * total // left)
-
-    def discard(self) -> None:
-        """The run restarts: its steps so far, the one just counted included, are lost."""
-        self.lost += self.played
-        self.played = 0
 
     # -- state ----------------------------------------------------------------------------------
 

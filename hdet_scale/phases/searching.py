@@ -1,8 +1,11 @@
 """Searching: the trials before a run, inside its steps.
 
-    trial      every team trains alone for h steps at its own peak rate, from the snapshot
-    judge      its weights are evaluated on the probe's batches; one all-reduce of 2 (K + 1) sums
-    go back    to the snapshot; then the next trial, or the run at the rate that won
+    trial        the first team goes on with the run at a quarter of its rate; each other team
+                 trains h steps at its own peak rate, from the snapshot
+    judge        weights are evaluated on the probe's batches, which the members of a team split;
+                 one all-reduce of two numbers for each rate and batch
+    go back      to the snapshot, all but the first team; then the next trial
+    the run      begins with the weights of the first team, or with the snapshot
 
 During the search gradients stay within a team and the user's schedule stands still. Then the
 schedule is played from its start in the steps that are left, times the scale of the search. The
@@ -12,26 +15,23 @@ rule is in hdet_scale.search.decision.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from hdet_scale.method.losses import LossMeter
-from hdet_scale.method.records import SearchRecord, TrialRecord
+from hdet_scale.engines.replica_state import adopt
 from hdet_scale.phases.plain import equalize
 from hdet_scale.phases.run import STAY, Phase, Run, Turn
-from hdet_scale.phases.watched import Watched, evaluate
+from hdet_scale.phases.search_news import SearchNews
+from hdet_scale.phases.watched import Watched
 from hdet_scale.search.decision import RateSearch
-from hdet_scale.search.probe import mean_of
+from hdet_scale.search.probe import NO_LOSS
 from hdet_scale.search.schedule import ScheduleShape
 from hdet_scale.search.snapshot import Snapshot
-from hdet_scale.search.trials import STAGES, Level, shape
+from hdet_scale.search.trials import Trial, head_start, shape
 from hdet_scale.search.watch import Watch
-
-logger = logging.getLogger("hdet_scale")
 
 
 class Searching(Phase):
@@ -41,32 +41,30 @@ class Searching(Phase):
         run: the run.
         rule: decides which rates are tried and what they mean.
         schedule: the shape of the user's schedule.
-        position: returns the schedule's position, in its scheduler's own terms.
         after: makes the phase of the run where no watch follows.
     """
 
     name = "searching"
 
     def __init__(
-        self,
-        run: Run,
-        rule: RateSearch,
-        *,
-        schedule: ScheduleShape,
-        position: Callable[[], Any],
-        after: Callable[[], Phase],
+        self, run: Run, rule: RateSearch, *, schedule: ScheduleShape, after: Callable[[], Phase]
     ) -> None:
         super().__init__(run)
-        self.rule, self.schedule, self.position, self.after = rule, schedule, position, after
+        self.rule, self.schedule, self.after = rule, schedule, after
         self.step = 0
         """Of the trial."""
-        self.meter = LossMeter()
+        self.head_steps = 0
+        """Steps of the team that goes on with the run."""
         self.snapshot: Snapshot | None = None
-        self._first = math.nan
-        """Held-out loss of the initial weights on this replica's part of the batches."""
+        self._told: dict[int, Tensor | float] = {}
+        """Without a probe: this replica's training losses in the last third of the trial, by
+        step."""
+        self._start: dict[int, float] = {}
+        """Losses of the initial weights on this replica's part of the probe's batches."""
         self._orphan = False
         self._prepared = False
         """True when the snapshot is taken and the initial weights are evaluated."""
+        self._news = SearchNews(run, rule, schedule.peaks)
         self._hooks: list[Callable[[], None]] = []
         self._begin_trial()
 
@@ -76,8 +74,8 @@ class Searching(Phase):
 
     @property
     def equal(self) -> bool:
-        """Between two trials all replicas are back at the snapshot."""
-        return self.step == 0
+        """Before the first step, and between two trials if no team goes on with the run."""
+        return self.step == 0 and self.head_steps == 0
 
     @property
     def stride(self) -> int:
@@ -96,12 +94,17 @@ class Searching(Phase):
 
     def _begin_trial(self) -> None:
         """What this replica runs next, looked up once."""
-        self.trial = self.rule.trial
-        self._multiplier = self.trial.multiplier(self.run.engine.replicas.rank)
+        self.trial: Trial = self.rule.trial
+        rank = self.run.engine.replicas.rank
+        self._multiplier, self._goes_on = self.trial.multiplier(rank), self.trial.goes_on(rank)
 
     def write(self) -> None:
         """Give the next step peak x multiplier x s(i, h) on this replica."""
-        value = self._multiplier * shape(self.step, self.trial.steps)
+        warm = self.schedule.warm
+        if self._goes_on:
+            value = self._multiplier * head_start(self.head_steps, warm)
+        else:
+            value = self._multiplier * shape(self.step, self.trial.steps, warm)
         for factor, peak in zip(self.run.factors, self.schedule.peaks, strict=True):
             factor.write(peak * value, 1.0)
 
@@ -124,20 +127,23 @@ class Searching(Phase):
         self.before_step()
 
     def before_step(self) -> None:
-        """Before the first step of a trial: take the snapshot if that has not happened, and
-        evaluate the initial weights once."""
+        """Before the first step: take the snapshot if that has not happened, and evaluate the
+        initial weights once."""
         if self._prepared or not self._hooks:
             return
         groups = self.run.engine.optimizer.param_groups
         if self.snapshot is None and all(float(g["lr"]) == 0.0 for g in groups):
             return  # how torch.distributed.checkpoint makes an optimizer's state, before it loads
         self.take_snapshot()
-        known = self.rule.start.count or not math.isnan(self._first)
-        if self.run.probe is not None and self.step == 0 and not known:
-            # All replicas have the same weights here: each takes its part of the batches.
-            where = self.run.replicas
-            self._first = mean_of(self.run.probe(where.rank, where.size))
+        self._evaluate_start()
         self._prepared = True
+
+    def _evaluate_start(self) -> None:
+        """The initial weights, which this replica holds until its first step: they are the same on
+        all, and each takes its part of the batches."""
+        run, known = self.run, self.rule.start or self._start
+        if run.probe is not None and not (known or self._prepared or self._orphan):
+            self._start = run.probe.parts(run.replicas.rank, run.replicas.size)
 
     def take_snapshot(self) -> None:
         """Keep the weights before anything of the search changes them."""
@@ -146,29 +152,29 @@ class Searching(Phase):
         run = self.run
         if self._orphan:
             raise RuntimeError(
-                f"this state was saved {self.step} steps into a trial of the search, where every "
-                "replica has weights of its own: call load_replica_state_dict() too, or save after "
-                "equalize(), which starts the trial again"
+                f"this state was saved {self.rule.steps + self.step} steps into a search, where "
+                "every replica has weights of its own: call load_replica_state_dict() too, or save "
+                "after equalize(), which starts the trial again"
             )
         free = run.config.gradients == "local" or run.engine.separable
         if run.replicas.size > 1 and not free:
             raise RuntimeError(
-                "a search trains each replica on its own gradients, and nothing here can stop "
-                "their all-reduce: pass model= (the DistributedDataParallel module) to the "
-                "scheduler, attach the engine (hdet_scale.fsdp, hdet_scale.deepspeed), or use "
-                "gradients='local'"
+                "a search trains teams of replicas on their own gradients, and nothing here can "
+                "stop the all-reduce over all of them: pass model= (the DistributedDataParallel "
+                "module) to the scheduler, attach the engine (hdet_scale.fsdp, "
+                "hdet_scale.deepspeed), or use gradients='local'"
             )
         self.snapshot = Snapshot(run.engine)
 
     def check_move(self, moved: bool) -> None:
-        if self.step:
+        if not self.equal:
             raise RuntimeError(
-                f"{self.step} steps into a trial of the search the replicas differ: attach before "
-                "the run, or between two trials"
+                f"{self.rule.steps + self.step} steps into the search the replicas differ: attach "
+                "the engine before the run"
             )
 
     def on_new_engine(self) -> Phase:
-        if self.step == 0:
+        if self.equal:
             self.snapshot = None  # taken again, of the new engine's tensors
         return self
 
@@ -178,15 +184,14 @@ class Searching(Phase):
         run = self.run
         if run.engine.replicas.group is None:
             run.engine.connect()
+        self._news.announce(self.trial)
         if self._prepared and self._hooks:
             self.leave()  # not from within a hook: the optimizer is going through its hooks there
-        if self.step == self.trial.steps * 2 // 3:
-            self.meter.reset()  # without a probe the end of the decay is what counts
-        if loss is not None:
-            self.meter.add(loss)
-            if self.step == 0 and run.probe is None:
-                self._first = float(loss)
+        third = self.step - self.trial.steps * 2 // 3
+        if run.probe is None and loss is not None and third >= 0:
+            self._told[third] = loss.detach() if isinstance(loss, Tensor) else loss
         self.step += 1
+        self.head_steps += self.trial.has_head_start
         run.step += 1
         run.lost += 1
         if self.step >= self.trial.steps:
@@ -195,58 +200,78 @@ class Searching(Phase):
 
     def _judge(self) -> None:
         """The end of a trial: evaluate, go back, decide, publish."""
-        rule, team, start = self.rule, self.trial.team, time.perf_counter()
-        own = self._own_losses()
-        seconds = time.perf_counter() - start
-        levels, first = self._sum(mean_of(own))
+        rule, run, begun = self.rule, self.run, time.perf_counter()
+        arms, start, head = self._losses()
+        seconds, trial, before = time.perf_counter() - begun, self.trial, len(rule.arms)
+        verdict = rule.close(arms, start, head)
+        run.verdict = rule.verdict
         self._go_back()
-        rule.close(levels, first)
-        over = rule.over
-        if over and not self._watchable:
-            rule.settle()
-        self.run.verdict = rule.verdict
-        verdict = "" if rule.index else rule.verdict
-        if verdict and self.run.writes_log:
-            logger.info("search, step %d: %s", self.run.step, verdict)
-        self._publish(levels, verdict, own, seconds)
-        if over:
+        self._news.round(trial, rule.arms[before:], verdict, seconds)
+        if rule.over:
             self._end(completed=True)
-            return
-        self._begin_trial()
-        if self.trial.team != team:
-            super().enter()  # larger teams, of replicas that share gradients
+        else:
+            self._begin_trial()
+            if self.trial.head < trial.head:
+                self._lower_head_start()
 
-    def _own_losses(self) -> list[float]:
-        """On the probe's batches; without a probe the mean training loss of the trial's end."""
+    def _lower_head_start(self) -> None:
+        """The initial rate is too high: what went on with the run begins again, at a lower rate."""
+        self.head_steps = 0
+        if self._goes_on and self.snapshot is not None:
+            self.snapshot.restore()
+
+    def _losses(self) -> tuple[dict[int, list[float]], list[float], list[float]]:
+        """For each rate its losses by batch, those of the initial weights where they were not yet
+        known, and those of the weights that go on with the run. Collective."""
+        self._evaluate_start()  # where all steps were skipped
+        run, trial = self.run, self.trial
+        where, device, limit = run.engine.replicas, run.engine.device, self._limit
+        parts, arm, rows = self._own_losses(), trial.arm(where.rank), len(trial.offsets) + 2
+        row = len(trial.offsets) + 1 if trial.goes_on(where.rank) else arm
+        count, total = [0.0] * (rows * limit), [0.0] * (rows * limit)
+        for at, drawn in ((row, parts), (len(trial.offsets), self._start)):
+            means = where.shard_means(list(drawn.values()), device) if drawn else []
+            for batch, value in zip(drawn, means, strict=True):
+                if at is not None:
+                    count[at * limit + batch], total[at * limit + batch] = 1.0, value
+        self._start = {}
+        sums = where.sum(count + total, device)
+        pairs = list(zip(sums[: rows * limit], sums[rows * limit :], strict=True))
+        means_of = [
+            [t / n for n, t in pairs[at * limit : (at + 1) * limit] if n] for at in range(rows)
+        ]
+        *arms, start, head = means_of
+        if run.probe is not None and not (head or any(arms)):
+            raise ValueError(NO_LOSS)
+        return {at: losses for at, losses in enumerate(arms) if losses}, start, head
+
+    @property
+    def _limit(self) -> int:
+        """Losses of one rate at most."""
+        probe = self.run.probe
+        return self.trial.steps - self.trial.steps * 2 // 3 if probe is None else probe.limit
+
+    def _own_losses(self) -> dict[int, float]:
+        """On this replica's part of the probe's batches; without a probe its training losses in
+        the last third of the trial, which its team has in common by step."""
         probe, sharers = self.run.probe, self.run.engine.sharers
-        if probe is not None:
-            return probe(sharers.rank, sharers.size)
-        if not self.meter.count:
-            return [math.nan]
-        return [self.meter.total() / self.meter.count]
-
-    def _sum(self, loss: float) -> tuple[list[Level], Level]:
-        """Sums over all replicas at each level, and of the loss before the trial: 2 (K + 1) numbers
-        whatever the number of replicas."""
-        where, device = self.run.engine.replicas, self.run.engine.device
-        loss, first = where.shard_means([loss, self._first], device)
-        self._first = math.nan
-        flat = [0.0] * (2 * self.rule.size + 2)
-        if self.trial.counts(where.rank) and math.isfinite(loss):
-            level = self.trial.level(where.rank)
-            flat[2 * level : 2 * level + 2] = [1.0, loss]
-        if math.isfinite(first):
-            flat[-2:] = [1.0, first]
-        summed = where.sum(flat, device)
-        *levels, start = [Level(*summed[i : i + 2]) for i in range(0, len(summed), 2)]
-        return levels, start
+        if probe is None:
+            return {step: float(loss) for step, loss in self._told.items()}
+        return probe.parts(sharers.rank, sharers.size)
 
     def _go_back(self) -> None:
-        if self.snapshot is not None:  # a replica that skipped all its steps is still there
+        """To the snapshot, unless this replica goes on with the run."""
+        if not self._goes_on and self.snapshot is not None:
             self.snapshot.restore()
         self.step = 0
-        self.meter.reset()
-        self._first = math.nan
+        self._told = {}
+
+    def _start_again(self) -> None:
+        """All replicas to the snapshot: the trial, and what went on with the run, begin again."""
+        if self.snapshot is not None:  # a replica that skipped all its steps is still there
+            self.snapshot.restore()
+        self.step = self.head_steps = 0
+        self._told, self._start = {}, {}
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -256,99 +281,56 @@ class Searching(Phase):
         return self.run.config.gradients == "shared" and self.run.probe is not None
 
     def _end(self, *, completed: bool) -> None:
-        run, scale = self.run, self.rule.scale
-        # A contested rate has yet to be shown: the run begins with the initial one.
-        taken = 1.0 if self.rule.contested else scale
-        peaks = dict(zip(run.names, self.schedule.peaks, strict=True))
-        run.publish(
-            SearchRecord(
-                step=run.step,
-                trials=self.rule.trials_run,
-                initial=peaks,
-                taken={name: peak * taken for name, peak in peaks.items()},
-                completed=completed,
-                verdict=self.rule.verdict,
-            )
-        )
-        self.successor = self._watched(scale) or self.after()
-        run.steering.scale = taken
+        run, rule = self.run, self.rule
+        if rule.keeps_head_start:
+            adopt(run.engine)
+        else:
+            self._start_again()
+        self._news.end(completed=completed)
+        self.successor = self._watched() or self.after()
+        run.steering.scale = rule.scale
         self.snapshot = None
 
-    def _watched(self, scale: float) -> Watched | None:
-        """The watch of the run, even if no other rate is proposed: a search does not show what
-        overfits."""
+    def _watched(self) -> Watched | None:
+        """The watch of the run, also if the initial rate stays: a run may degrade at any."""
         run, rule = self.run, self.rule
-        if not self._watchable or run.probe is None or not rule.ran:
+        if not (self._watchable and rule.ran and rule.start):
             return None
-        snapshot = self.snapshot or Snapshot(run.engine)  # replicas are where they began
-        snapshot.to_host()
+        budget = run.config.restart_budget
         watch = Watch(
             total_steps=rule.total_steps,
             begun=run.lost,
-            mean=self.schedule.mean,
-            scale=scale,
-            before=evaluate(run.probe, run)[0],
-            target=rule.target,
-            contested=rule.contested,
-            duel=rule.duel,
+            scale=rule.scale,
+            start=rule.start,
+            budget=budget,
         )
-        return Watched(run, self.schedule, watch, snapshot, self.position())
-
-    def _publish(
-        self,
-        levels: list[Level],
-        verdict: str,
-        own: list[float],
-        seconds: float,
-    ) -> None:
-        run, trial = self.run, self.trial
-        if not run.listeners:
-            return
-        means = [x.total / x.count if x.count else math.inf for x in levels]
-        of = trial.levels(run.replicas.size)
-        peaks = zip(run.names, self.schedule.peaks, strict=True)
-        run.publish(
-            TrialRecord(
-                stage=STAGES[trial.stage].name,
-                trial=self.rule.trials_run - 1,
-                step=run.step,
-                rates={n: tuple(p * trial.multipliers[k] for k in of) for n, p in peaks},
-                losses=tuple(means[k] for k in of),
-                translation=trial.translation,
-                verdict=verdict,
-                probe_losses=tuple(own),
-                probe_seconds=seconds,
-            )
-        )
-
-    def _log(self, level: int, text: str) -> None:
-        if self.run.writes_log:
-            logger.log(level, text)
+        return Watched(run, watch, Snapshot(run.engine, host=True) if budget else None)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
     def finalize(self, *, moments: bool = False) -> None:
         """Start the trial again, on every rank: replicas are equal where it began. Where
         checkpoints come more often than trials end, the search is given up."""
-        restarts = self.step > 0
+        restarts = not self.equal
         if restarts:
-            self._go_back()
-            if not self.rule.start.count:
+            self._start_again()
+            if not self.rule.start:
                 self._hook()  # the initial weights are evaluated again
         if equalize(self.run, moments=moments):
             # They began with noise (`warm_init`): trials start from the mean from now on.
             self.snapshot = None
             self._hook()
         if restarts and self.run.lost < 2 * self.rule.longest:
-            self._log(
+            self._news.log(
                 logging.INFO,
-                "the current trial restarts from the snapshot: a checkpoint needs equal replicas",
+                "the trial and the head start begin again from the snapshot: a checkpoint needs "
+                "equal replicas",
             )
         elif restarts:
             self._give_up()
 
     def _give_up(self) -> None:
-        self._log(
+        self._news.log(
             logging.WARNING,
             f"the search is given up after {self.run.lost} steps: checkpoints came more often than "
             f"trials of {self.trial.steps} steps end; save less often, or save "
@@ -361,25 +343,31 @@ class Searching(Phase):
         self._end(completed=False)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": self.rule.state_dict(), "step": self.step}
+        return {"rule": self.rule.state_dict(), "step": self.step, "head_steps": self.head_steps}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replicas: int) -> None:
         self.rule.load_state_dict(state["rule"])
-        self.step = int(state["step"])
-        self.snapshot, self._orphan = None, self.step > 0
-        self._first = math.nan
-        self.meter.reset()
+        self.step, self.head_steps = int(state["step"]), int(state["head_steps"])
+        self.snapshot, self._orphan = None, not self.equal
+        self._start, self._told = {}, {}
         self._begin_trial()
 
     def replica_state_dict(self) -> dict[str, Any]:
-        """This replica's snapshot and the losses of the trial."""
-        kept = self.snapshot.state_dict() if self.snapshot is not None and self.step else None
-        return {"snapshot": kept, "losses": self.meter.state_dict(), "first": self._first}
+        """This replica's snapshot and losses."""
+        kept = None if self.snapshot is None or self.equal else self.snapshot.state_dict()
+        return {
+            "snapshot": kept,
+            "told": {step: float(loss) for step, loss in self._told.items()},
+            "start": dict(self._start),
+            "prepared": self._prepared,
+        }
 
     def load_replica_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.meter.load_state_dict(state["losses"])
-        self._first = float(state["first"])
+        self._told = {int(k): float(v) for k, v in state["told"].items()}
+        self._start = {int(k): float(v) for k, v in state["start"].items()}
+        self._orphan = False  # without a snapshot: a replica that skipped all its steps
         if state["snapshot"] is not None:
-            self.snapshot, self._orphan = Snapshot(self.run.engine, state["snapshot"]), False
-            self._prepared = True
+            self.snapshot = Snapshot(self.run.engine, state["snapshot"])
+            self._prepared = bool(state["prepared"])
+        if self._prepared:
             self.leave()

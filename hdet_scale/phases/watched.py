@@ -1,15 +1,14 @@
 """Watched: the run after a search, evaluated on held-out batches.
 
 Replicas have equal weights and split the probe's batches. An evaluation is one all-reduce of two
-numbers for each batch and two for the training loss; a step between evaluations adds a number on
-the host. To restart, every replica goes back to the snapshot of the search. At three quarters of
-the run the evaluations end, and the snapshot is freed. The rule is in hdet_scale.search.watch.
+numbers for each batch; a step between evaluations adds a number on the host. The weights of the
+lowest loss are kept in the host's memory. At three quarters of the run the evaluations end, and
+they are freed. The rule is in hdet_scale.search.watch.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +18,8 @@ from torch import Tensor
 from hdet_scale.method.records import EvaluationRecord
 from hdet_scale.phases.plain import Plain, equalize
 from hdet_scale.phases.run import Phase, Run, Turn
+from hdet_scale.search.evidence import mean_loss
 from hdet_scale.search.probe import NO_LOSS, Probe
-from hdet_scale.search.schedule import ScheduleShape
 from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.search.watch import Watch
 
@@ -28,29 +27,21 @@ logger = logging.getLogger("hdet_scale")
 
 
 class Watched(Phase):
-    """Training that may restart at another rate.
+    """Training whose rate may still be lowered.
 
     Args:
         run: the run.
-        shape: of the user's schedule.
         watch: the rule; None where a state is loaded next.
-        snapshot: what a restart goes back to; None where there is none, and the watch ends.
-        position: the schedule's position at the snapshot, in its scheduler's own terms.
+        snapshot: the weights of the lowest loss; None where the run never goes back.
     """
 
     name = "watched"
 
     def __init__(
-        self,
-        run: Run,
-        shape: ScheduleShape,
-        watch: Watch | None = None,
-        snapshot: Snapshot | None = None,
-        position: Any = None,
+        self, run: Run, watch: Watch | None = None, snapshot: Snapshot | None = None
     ) -> None:
         super().__init__(run)
-        self.shape, self.snapshot, self.position = shape, snapshot, position
-        self._watch = watch
+        self._watch, self.snapshot = watch, snapshot
 
     @property
     def watch(self) -> Watch:
@@ -61,57 +52,50 @@ class Watched(Phase):
 
     def count(self, loss: Tensor | float | None) -> Turn:
         run, watch = self.run, self.watch
-        share = self.shape.share(run.schedule)
         turn = run.advance()
-        if self.snapshot is None or run.probe is None:
+        if run.probe is None or (self.snapshot is None and watch.budget > 0):
             self._end()
-            return turn
-        watch.count(share)
-        if watch.step < watch.next and not watch.over:
-            return turn
-        restart = not watch.over and self._evaluate(run.probe, self.snapshot, loss)
+        elif watch.count():
+            self._evaluate(run.probe)
         if watch.over:
             self.successor = Plain(run)
-        if not restart:
-            return turn
-        run.discard()
-        return Turn(0, self.position)
+        return turn
 
-    def _evaluate(self, probe: Probe, snapshot: Snapshot, loss: Tensor | float | None) -> bool:
-        """Evaluate the run; True when it restarts."""
+    def _evaluate(self, probe: Probe) -> None:
         run, watch, start = self.run, self.watch, time.perf_counter()
-        losses, trained = evaluate(probe, run, loss)
-        seconds, said = time.perf_counter() - start, watch.verdict
-        scale = watch.evaluate(losses, trained)
-        if scale is not None:
-            snapshot.restore()
-            run.steering.scale = scale
-        verdict = watch.verdict if watch.verdict != said else ""
-        if verdict and run.writes_log:
-            logger.info("watch, step %d: %s", run.step, verdict)
-        finite = all(map(math.isfinite, losses))
+        losses = evaluate(probe, run)
+        seconds, move = time.perf_counter() - start, watch.evaluate(losses)
+        if move.back and self.snapshot is not None:
+            self.snapshot.restore()
+        elif move.best and watch.budget > 0 and not watch.over:
+            self.snapshot = Snapshot(run.engine, host=True)
+        if move.scale is not None:
+            run.steering.scale = move.scale
+            if run.writes_log:
+                logger.warning("watch, step %d: %s", run.step, watch.verdict)
         run.publish(
             EvaluationRecord(
                 step=run.step,
-                loss=math.fsum(losses) / len(losses) if finite else math.nan,
+                loss=mean_loss(losses),
                 losses=tuple(losses),
                 scale=watch.scale,
                 rates=dict(zip(run.names, [float(f.read()) for f in run.factors], strict=True)),
-                restart=scale is not None,
-                verdict=verdict,
+                restart=move.back,
+                verdict=watch.verdict if move.scale is not None else "",
                 seconds=seconds,
             )
         )
-        return scale is not None
 
     def _end(self) -> None:
         """Nothing to go back to, or nothing to evaluate with."""
-        self.watch.over, self.successor = True, Plain(self.run)
+        self.successor = Plain(self.run)
+        if not self.run.writes_log:
+            return
         logger.warning(
             "the watch ends at step %d: %s",
             self.run.step,
             "the state that was loaded has no snapshot to go back to (save_snapshot)"
-            if self.snapshot is None
+            if self.run.probe is not None
             else "there is no probe to evaluate with",
         )
 
@@ -127,11 +111,10 @@ class Watched(Phase):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"watch": self.watch.state_dict(), "position": self.position}
+        return {"watch": self.watch.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replicas: int) -> None:
-        self._watch, self.position = Watch.of_state(state["watch"]), state["position"]
-        self.snapshot = None
+        self._watch, self.snapshot = Watch.of_state(state["watch"]), None
 
     @property
     def kept(self) -> Snapshot | None:
@@ -139,27 +122,21 @@ class Watched(Phase):
 
     def keep(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        snapshot.to_host()
 
 
-def evaluate(
-    probe: Probe, run: Run, loss: Tensor | float | None = None
-) -> tuple[list[float], float]:
-    """The held-out loss of each of the probe's batches, and the mean of `loss` over the ranks that
-    have one, NaN where none has: the same on every rank. Collective."""
+def evaluate(probe: Probe, run: Run) -> list[float]:
+    """The held-out loss of each of the probe's batches, the same on every rank; replicas with equal
+    weights split them. Collective."""
     if run.engine.replicas.group is None:
         run.engine.connect()
-    where, device = run.engine.replicas, run.engine.device
-    drawn = probe.parts(where.rank, where.size)
-    loss = loss.detach() if isinstance(loss, Tensor) else loss
-    told = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-    own = where.shard_means([*drawn.values(), *told], device)
-    count, total = [0.0] * probe.limit, [0.0] * probe.limit
-    for batch, value in zip(drawn, own, strict=False):
+    where, device, limit = run.engine.replicas, run.engine.device, probe.limit
+    parts = probe.parts(where.rank, where.size)
+    own = where.shard_means(list(parts.values()), device)
+    count, total = [0.0] * limit, [0.0] * limit
+    for batch, value in zip(parts, own, strict=True):
         count[batch], total[batch] = 1.0, value
-    *summed, trained, ranks = where.sum(count + total + own[-2:], device)
-    pairs = zip(summed[: probe.limit], summed[probe.limit :], strict=True)
-    losses = [t / n for n, t in pairs if n]
+    sums = where.sum(count + total, device)
+    losses = [t / n for n, t in zip(sums[:limit], sums[limit:], strict=True) if n]
     if not losses:
         raise ValueError(NO_LOSS)
-    return losses, trained / ranks if ranks else math.nan
+    return losses

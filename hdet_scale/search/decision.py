@@ -2,272 +2,356 @@
 
 A loss in the middle of a run charges a high learning rate for noise that its decay would have
 removed, so that every rule that compares such losses ends too low. A search compares what is left
-after the decay. From the same weights, team j (hdet_scale.search.trials) runs h steps of
+after a complete, short schedule, from the same weights and on the same held-out batches.
 
-    eta_j(i) = eta_peak exp(x_j) / c * s(i, h)            s: warm-up, cosine to zero
+**First stage.** A tenth, one and ten times the initial rate. If the initial rate is ahead of both,
+and both lost MARGIN of what it learnt, it stays and the search is over. If another one is ahead of
+it, the second stage looks a step further in that direction.
 
-and is evaluated on common held-out batches. Of M teams each has 1/M of the batch and a share h/S of
-the steps: c translates the best learning rate of a trial into that of a run. Then the replicas go
-back to the initial weights, and the run starts with eta_peak exp(x*).
+**Second stage.** The candidate is the rate with the lowest loss; one that is two steps away must be
+ahead of the one between. By SGD, which is best near the rate where it diverges, it is the highest
+rate that lost no more than MARGIN of what the best one learnt, and the initial rate where that lost
+no more either.
 
-**Coarse**: eight levels, a factor of four apart, around the initial rate. **Fine**: eight levels
-over four octaves around the result. How x* is read off the loss curve (hdet_scale.search.curve)
-differs between two families of optimizers:
+**Acceptance.** The candidate replaces the initial rate only if it is ahead of it by SIGNIFICANT
+standard errors (hdet_scale.search.evidence), and of the initial weights too, unless these are ahead
+of the initial rate. Where the initial rate's trial diverged, the candidate must also be ahead of
+the team that goes on with the run at a quarter of that rate. Otherwise the initial rate stays. A
+rate that was not tried is never taken.
 
-    that divide by the gradient's size   x* is the minimum of a parabola, c = M^0.25 (h/S)^0.4
-    that do not                          x* is the edge, where a trial learns half as much as the
-                                         best, c = M^0.3 / 3: their rate is bounded by the
-                                         curvature, which a short trial shows; the minimum of
-                                         trials with a small batch depends on its noise
+**Head start.** The weights of the team that goes on with the run are kept if their rate was not
+above the one that is taken and the initial weights are not ahead of them.
 
-**Long**, in place of fine, if no coarse trial reduces the loss by LEARNT. The levels then differ by
-noise, which favours low rates, or by networks that died. Trials are longer, and teams larger where
-there are eight replicas or more. For the first family the levels are a factor of three apart, from
-the edge downwards, and x* is the minimum, or, where still nothing was learnt, two thirds of the way
-from there to the edge. For the second family, whose networks die without diverging, the levels are
-the coarse ones and x* is the minimum. c = 1.
-
-(All measured: docs/search.md.)
-
-**Do no harm.** The proposed rate replaces the initial one only if
-
-1. it is further from it than a search can tell apart: a factor of 2, for the second family 2.5, in
-   the long stage 3; and, where a minimum counts, is better than it: by more than the scatter of the
-   fine levels, by more than a tenth of what the best long trial learnt;
-2. it is higher, or the coarse stage could not rank rates, or the trial at the initial rate stayed
-   finite and the levels of the first family are CLEAR. Otherwise it is contested: the run's own
-   batch and longer warm-up may allow a rate at which a trial diverged, and a small batch has a
-   minimum of its own. The run then begins with the initial rate and the watch decides
-   (hdet_scale.search.watch). Without a watch (`settle`) the initial rate stays, unless it diverged.
-
-Pure: no torch, no process group. The end of a trial costs 2 (K + 1) numbers whatever N is: counts
-and sums of the losses at each of K levels, and of the loss before the first step.
+Pure: no torch, no process group.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from hdet_scale.search.curve import Parabola, edge
-from hdet_scale.search.ledger import COARSE_DISTANCE, OVER, Ledger
-from hdet_scale.search.trials import COARSE, FINE, LONG, STAGES, Stage
+from hdet_scale.search.constants import (
+    HEAD_START,
+    LEAST_STEPS,
+    MARGIN,
+    PASSES,
+    SIGNIFICANT,
+    STEP,
+)
+from hdet_scale.search.evidence import ahead, lead, mean_loss
+from hdet_scale.search.law import translation
+from hdet_scale.search.trials import SHARES, Trial, rounds_of, team_size, trial_steps
 
-FINE_HALF_SPAN = math.log(4.0)
-"""Half of the span of the fine stage."""
-LONG_DISTANCE = math.log(3.0)
-"""Distance of the levels of the long stage."""
-LEARNT = 0.1
-"""Share of the first loss that the best trial must remove before its neighbours mean anything."""
-NOTHING = 0.02
-"""The same in the long stage, for one of its levels to mean anything."""
-TOWARDS = 2 / 3
-"""Of the way from a minimum that may be noise to the edge."""
-EDGE = {"coarse": 0.75, "fine": 0.5}
-"""A trial is beyond the edge where it learnt less than this share of what the best did. The coarse
-stage asks for more: networks that died have learnt what a guess is."""
-TORN = 0.1
-"""Of the initial loss: a trial that ends so far above it has diverged, whatever the noise."""
-CLEAR = 12.0
-"""Times the scatter of the levels that the best of them should have learnt."""
-KEPT = 0.9
-"""Of what the best long trial learnt: the initial rate stays where it learnt as much."""
-UNSURE = math.log(3.0)
-"""A factor that a long stage cannot tell apart."""
-BELOW = 0.5 * math.log(2.0)
-"""How far the fine stage is centred below an edge."""
+SEARCH_VERSION = 5
+NEAR = (-1, 0, 1)
+"""The rates of the first stage."""
 
 
-class RateSearch(Ledger):
-    """The rule: trials out, losses in, and at the end a scale for the schedule."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A rate that was tried: its offset in steps of a factor STEP, its losses on the probe."""
 
-    def decide(self, stage: Stage, losses: Sequence[float]) -> str:
-        self._first, self._c = self.start.mean, self.trial.translation
-        return {COARSE: self._coarse, FINE: self._fine, LONG: self._long}[stage](losses)
+    stage: str
+    offset: int
+    losses: tuple[float, ...]
+    mean: float
 
-    # -- the coarse stage -----------------------------------------------------------------------
+    @classmethod
+    def of(cls, stage: str, offset: int, losses: Sequence[float]) -> Arm:
+        return cls(stage, offset, tuple(losses), mean_loss(losses))
 
-    def _coarse(self, losses: Sequence[float]) -> str:
-        """The best decade, and where the levels of the next stage are."""
-        self.shown = list(zip(self.offsets, losses, strict=True))
-        best = min(range(self.size), key=lambda k: (losses[k], abs(self.offsets[k])))
-        if not math.isfinite(losses[best]):
-            self.stage = STAGES.index(FINE)
-            low = self.offsets[0] - 2 * FINE_HALF_SPAN
-            self.offsets = [low + 2 * FINE_HALF_SPAN * k / self.size for k in range(self.size)]
-            return "no trial stayed finite: lower rates are next"
-        if self._learnt(losses) < LEARNT:
-            return self._look_longer(losses)
-        middle, why = self._best(losses, Parabola.through(self.offsets, losses, width=2))
-        initial = losses[self.size // 2]
-        centre = middle - BELOW if self.family.by_edge else middle
-        self.stage = STAGES.index(FINE)
-        self._lay(
-            [centre + FINE_HALF_SPAN * (2 * k / (self.size - 1) - 1) for k in range(self.size)]
-        )
-        return (
-            f"best around {math.exp(middle):.3g} x the initial rate ({why}; loss "
-            f"{losses[best]:.4g}, {initial:.4g} at the initial rate)"
-        )
 
-    def _lay(self, offsets: Sequence[float]) -> None:
-        """The levels of a stage; the initial rate is one of them where it is among them."""
-        self.offsets = list(offsets)
-        if offsets[0] <= 0.0 <= offsets[-1]:
-            nearest = min(range(self.size), key=lambda k: abs(offsets[k]))
-            self.offsets[nearest] = 0.0
+class RateSearch:
+    """The rule: trials out, losses in, and at the end a scale for the schedule.
 
-    # -- the fine stage -------------------------------------------------------------------------
+    Args:
+        replicas: how many there are.
+        total_steps: S, steps of the whole run.
+        adaptive: whether the optimizer divides by the gradient's size.
+        passes: over the training data in the whole run; None where it is not known.
+        idle: there is no search to run; it can hold the state of one that was run elsewhere.
+    """
 
-    def _fine(self, losses: Sequence[float]) -> str:
-        if not any(math.isfinite(x) for x in losses):
-            self.stage = OVER
-            return "no trial of the fine stage stayed finite: the initial rate stays"
-        if not self._lowest(losses) < self._first:
-            self.stage = OVER
-            return "no trial has learnt anything: the initial rate stays"
-        curve = Parabola.through(self.offsets, losses, width=3)
-        proposed, why = self._best(losses, curve)
-        self.stage = OVER
-        ahead = f"{math.exp(proposed):.3g} x the initial rate, {why}"
-        if abs(proposed) < self.family.unsure:
-            return f"{ahead}: too near to tell apart, the initial rate stays"
-        if not self.family.by_edge:
-            gain = self._gain(losses, curve)
-            ahead += f", better by {gain:.3g} in the loss with a scatter of {curve.scatter:.3g}"
-            if not gain > curve.scatter:
-                return f"{ahead}: not enough, the initial rate stays"
-        self._take(proposed, losses)
-        why = self._doubt(losses, curve) if proposed < 0.0 else ""
-        self.contested = bool(why)
-        return f"proposed {ahead}" + (f": but {why}, so that the run has to decide" if why else "")
-
-    def _doubt(self, losses: Sequence[float], curve: Parabola) -> str:
-        """Why a run might do better with the initial rate than a search can tell."""
-        initial, first = self._at_initial, self._first
-        if not all(math.isfinite(loss) for loss in initial):
-            return "the trial at the initial rate diverged"
-        noisy = first - self._lowest(losses) < CLEAR * curve.scatter
-        self.duel = noisy and initial[0] < first and not self.family.by_edge
-        told = "the levels are noisy, and the trial at the initial rate learnt too"
-        return told if self.duel else ""
-
-    def _best(self, losses: Sequence[float], curve: Parabola) -> tuple[float, str]:
-        """x* as the levels of this stage have it, and where it comes from."""
-        if not self.family.by_edge:
-            return curve.minimum, f"trials are best at {self._rate(curve.minimum):.3g} x"
-        at = self._edge(losses, self._left(losses, EDGE[STAGES[self.stage].name]))
-        at = self.offsets[-1] if at is None else at
-        return at, f"trials diverge at {self._rate(at):.3g} x"
-
-    def _gain(self, losses: Sequence[float], curve: Parabola) -> float:
-        """How much lower the minimum is than the loss at the initial rate."""
-        nearest = min(range(self.size), key=lambda k: abs(self.offsets[k]))
-        gain = losses[nearest] - curve.lowest
-        if self.offsets[nearest] != 0.0:
-            # Outside the span of this stage: its edge, and what the first stage showed.
-            gain = max(gain, dict(self.shown)[0.0] - min(loss for _, loss in self.shown))
-        return gain
-
-    # -- the long stage -------------------------------------------------------------------------
-
-    def _look_longer(self, losses: Sequence[float]) -> str:
-        """The levels of the long stage."""
-        first = self._first
-        torn = self._edge(losses, first + TORN * abs(first))
-        top = self.offsets[-1] + COARSE_DISTANCE if torn is None else torn
-        top -= math.log(self._c)
-        self.stage = STAGES.index(LONG)
-        if not self.family.by_edge:
-            self._lay([top - LONG_DISTANCE * (self.size - 1 - k) for k in range(self.size)])
-        return (
-            f"trials learnt next to nothing (loss {min(losses):.4g}, {first:.4g} before): longer "
-            "ones of larger teams are next"
-        )
-
-    def _long(self, losses: Sequence[float]) -> str:
-        self.stage = OVER
-        if not any(math.isfinite(x) for x in losses):
-            return "no long trial stayed finite: the initial rate stays"
-        learnt, first, best = self._learnt(losses), self._first, min(losses)
-        proposed, why = self._lowest_or_further(losses, learnt < LEARNT)
-        ahead = f"{math.exp(proposed):.3g} x the initial rate, {why}"
-        if abs(proposed) < UNSURE:
-            return f"{ahead}: too near to tell apart, the initial rate stays"
-        initial = dict(zip(self.offsets, losses, strict=True)).get(0.0, math.inf)
-        if self.family.by_edge and learnt < NOTHING and initial < first + TORN * abs(first):
-            return f"{ahead}: but they have learnt nothing, the initial rate stays"
-        if first - initial >= KEPT * (first - best) and (self.family.by_edge or learnt >= LEARNT):
-            return (
-                f"{ahead}: not enough, the loss is {best:.4g} at best and {initial:.4g} at the "
-                "initial rate, which stays"
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        total_steps: int,
+        adaptive: bool,
+        passes: float | None = None,
+        idle: bool = False,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"a search needs at least one replica, got {replicas}")
+        self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
+        self.raises = passes is None or passes <= PASSES
+        """Whether higher rates are tried."""
+        if total_steps < self.least_steps(replicas) and not idle:
+            raise ValueError(
+                f"total_steps={total_steps} is too short: a search with {replicas} replicas needs "
+                f"{self.least_steps(replicas)} steps in all; use rule='none' for shorter runs"
             )
-        self._take(proposed, losses)
-        return f"proposed {ahead}"
+        self.arms: list[Arm] = []
+        self.start: tuple[float, ...] = ()
+        """Losses of the initial weights; empty where they are not known."""
+        self.head: tuple[float, ...] = ()
+        """Losses of the weights that go on with the run; empty where there are none."""
+        self.quarter: tuple[float, ...] = ()
+        """The same of the last round in which their rate was HEAD_START times the initial one."""
+        self._head_rate = HEAD_START
+        self.steps = self.trials_run = self.last_trial = 0
+        """Of all rounds that have ended, how many there were, and the steps of the last."""
+        self.offset = 0
+        """What was decided, in steps of a factor STEP from the initial rate."""
+        self.over, self.verdict = idle, "no search was run" if idle else ""
+        self.laws = {} if idle else {stage: self._law(stage) for stage in SHARES}
+        """c of each stage; a run that is resumed goes on with the one that it began with."""
+        self._trial = None
+        if not idle:
+            self._trial = self._round("first" if self._has_first else "second", self._near, 0)
 
-    def _lowest_or_further(self, losses: Sequence[float], blind: bool) -> tuple[float, str]:
-        """x* of the long stage, and where it comes from."""
-        width = 2 if self.family.by_edge else 3  # levels further apart: fewer of them are near
-        low = Parabola.through(self.offsets, losses, width=width).minimum
-        if self.family.by_edge or not blind:
-            return low, f"long trials are best at {math.exp(low):.3g} x"
-        first = self._first
-        torn = edge(self.offsets, losses, first + TORN * abs(first))
-        torn = self.offsets[-1] if torn is None else torn
-        return low + TOWARDS * (torn - low), (
-            f"between long trials that learn next to nothing at {math.exp(low):.3g} x and diverge "
-            f"at {math.exp(torn):.3g} x"
-        )
-
-    # -- what stages have in common -------------------------------------------------------------
-
-    def _take(self, proposed: float, losses: Sequence[float]) -> None:
-        """x*, and the target loss: halfway to that of the best trial."""
-        self.proposed, self.target = proposed, self._left(losses, 0.5)
-
-    def _left(self, losses: Sequence[float], share: float) -> float:
-        """The loss of a trial that learnt that share of what the best did; infinite where the
-        initial loss is not known."""
-        first = self._first
-        learnt = max(0.0, first - self._lowest(losses))
-        return first - share * learnt if math.isfinite(learnt) else math.inf
-
-    def _rate(self, offset: float) -> float:
-        """Rate of a trial over the initial rate."""
-        return math.exp(offset) / self._c
-
-    def _edge(self, losses: Sequence[float], limit: float) -> float | None:
-        """The edge of this stage, or above its levels that of the first; None without one."""
-        limit = limit if math.isfinite(limit) else sys.float_info.max
-        at = edge(self.offsets, losses, limit)
-        if at is not None:
-            return at
-        offsets, first = zip(*self.shown, strict=True)
-        at = edge(offsets, first, limit)
-        return None if at is None else max(at, self.offsets[-1])
-
-    def _lowest(self, losses: Sequence[float]) -> float:
-        """Of this stage and the first."""
-        return min(*losses, *(loss for _, loss in self.shown))
-
-    def _learnt(self, losses: Sequence[float]) -> float:
-        """Share of the first loss that is gone; 1 where that loss has no natural zero or is not
-        known."""
-        first = self._first
-        return 1 - self._lowest(losses) / first if 0 < first < math.inf else 1.0
+    @staticmethod
+    def least_steps(replicas: int) -> int:
+        """Steps of the shortest run that a search fits into: that of its second stage."""
+        rounds = rounds_of(replicas // team_size(replicas), len(NEAR))
+        return math.ceil(LEAST_STEPS * rounds / SHARES["second"])
 
     @property
-    def _at_initial(self) -> list[float]:
-        """Losses of the trial at the initial rate itself, not translated, and of the next above
-        it. A loss above the initial one says little: the batch of the run is larger."""
-        at = math.log(self.translation(0))
-        nearest = min(range(self.size), key=lambda k: abs(self.shown[k][0] - at))
-        return [loss for _, loss in self.shown[nearest : nearest + 2]]
+    def longest(self) -> int:
+        """Steps of both stages, of the second with the most of what it may try."""
+        first = self._stage_steps("first", len(self._near)) if self._has_first else 0
+        rates = {len(self._near), len(NEAR)}
+        return first + max(self._stage_steps("second", count) for count in rates)
 
-    def settle(self) -> None:
-        """Decide what is contested where no watch follows."""
-        contested, self.contested = self.contested, False
-        if contested and all(math.isfinite(loss) for loss in self._at_initial):
-            self.proposed = 0.0
-            self.verdict += ": no evaluation follows, the initial rate stays"
+    def _stage_steps(self, stage: str, rates: int) -> int:
+        steps = trial_steps(stage, self.replicas, self.total_steps, rates)
+        return steps * rounds_of(self.replicas // self.team, rates)
+
+    @property
+    def _near(self) -> tuple[int, ...]:
+        return self._allowed(NEAR)
+
+    def _allowed(self, offsets: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(x for x in offsets if x <= 0 or self.raises))
+
+    @property
+    def _has_first(self) -> bool:
+        """The first stage is left out where its trials would be too short to tell anything."""
+        return self._steps("first") >= LEAST_STEPS
+
+    def _steps(self, stage: str) -> int:
+        return trial_steps(stage, self.replicas, self.total_steps, len(self._near))
+
+    def _law(self, stage: str) -> float:
+        ratio, steps = self.replicas / team_size(self.replicas), max(1, self._steps(stage))
+        return translation(ratio, steps, self.total_steps, adaptive=self.adaptive)
+
+    def _round(self, stage: str, offsets: tuple[int, ...], index: int) -> Trial:
+        team, n = team_size(self.replicas), self.replicas
+        steps = trial_steps(stage, n, self.total_steps, len(offsets))
+        # If the second stage looks below the initial rate, so does the head start.
+        head = HEAD_START / STEP if min(offsets) < min(NEAR) else HEAD_START
+        return Trial(stage, steps, team, n // team, offsets, index, self.laws[stage], head)
+
+    @property
+    def team(self) -> int:
+        """Replicas that share gradients in the present round."""
+        return team_size(self.replicas)
+
+    @property
+    def scale(self) -> float:
+        """What the schedule is multiplied with: 1.0 until the search is over, and where the
+        initial rate was not beaten."""
+        return STEP**self.offset if self.over else 1.0
+
+    @property
+    def keeps_head_start(self) -> bool:
+        """Whether the run begins with the weights that went on with it during the search."""
+        sound = bool(self.head) and math.isfinite(mean_loss(self.head))
+        return sound and self.scale >= self._head_rate and not ahead(self.start, self.head)
+
+    @property
+    def trial(self) -> Trial:
+        """The round that is under way."""
+        if self._trial is None:
+            raise ValueError("the search is over: there is no trial")
+        return self._trial
+
+    # -- the decision ---------------------------------------------------------------------------
+
+    def close(
+        self,
+        losses: Mapping[int, Sequence[float]],
+        start: Sequence[float] = (),
+        head: Sequence[float] = (),
+    ) -> str:
+        """Add the losses of a round, and go on; says what was decided.
+
+        Args:
+            losses: on the probe's batches, for each rate of the round by its index in the stage; a
+                rate without any counts as diverged.
+            start: those of the initial weights, where they are known and were not yet given.
+            head: those of the weights that went on with the run.
+        """
+        trial = self.trial
+        for arm in trial.arms():
+            if all(a.stage != trial.stage or a.offset != trial.offsets[arm] for a in self.arms):
+                self.arms.append(Arm.of(trial.stage, trial.offsets[arm], losses.get(arm, ())))
+        self.start, self.head = self.start or tuple(start), tuple(head)
+        self._head_rate = trial.head
+        if trial.head == HEAD_START:
+            self.quarter = self.head
+        self.steps, self.last_trial = self.steps + trial.steps, trial.steps
+        self.trials_run += 1
+        self._trial = None
+        if trial.index + 1 < trial.rounds:
+            self._trial = self._round(trial.stage, trial.offsets, trial.index + 1)
+            return ""
+        tried = {arm.offset: arm for arm in self.arms if arm.stage == trial.stage}
+        best = min(tried.values(), key=lambda arm: (arm.mean, abs(arm.offset)))
+        if trial.stage == "second":
+            self._decide(tried, best)
+        elif all(self._behind(tried[x], tried[0]) for x in tried if x):
+            self._stay("it is well ahead of the rates beside it")
+        else:
+            offsets = self._further(tried[0], best)
+            self._trial = self._round("second", offsets, 0)
+            rates = ", ".join(f"{STEP**x:g}" for x in offsets)
+            return f"the second stage tries {rates} x the initial rate"
+        return self.verdict
+
+    def _behind(self, arm: Arm, initial: Arm) -> bool:
+        """Whether a rate lost much of what the initial rate learnt, beyond doubt."""
+        before = mean_loss(self.start)
+        much = MARGIN * (before - initial.mean) if math.isfinite(before) else 0.0
+        return arm.mean - initial.mean > max(0.0, much) and ahead(initial.losses, arm.losses)
+
+    def _further(self, initial: Arm, best: Arm) -> tuple[int, ...]:
+        """The rates of the second stage."""
+        if not math.isfinite(best.mean):
+            return self._allowed((-2, -1, 0))
+        if ahead(best.losses, initial.losses):
+            return self._allowed((0, best.offset, 2 * best.offset))
+        return self._near
+
+    def _stay(self, why: str) -> None:
+        self.over, self.verdict = True, f"the initial rate stays: {why}"
+
+    def _decide(self, tried: Mapping[int, Arm], best: Arm) -> None:
+        near = self._nearest if self.adaptive else self._highest
+        initial, candidate = tried[0], near(tried, best)
+        leads = lead(initial.losses, candidate.losses)
+        told = f"{STEP**candidate.offset:g} x the initial rate"
+        if not math.isfinite(best.mean):
+            self._stay("no trial stayed finite")
+        elif candidate is initial:
+            self._stay("no other rate learnt more in its trial")
+        elif leads < SIGNIFICANT:
+            self._stay(
+                f"{told} is {leads:.1f} standard errors ahead of it, and {SIGNIFICANT:g} are needed"
+            )
+        elif not self._learnt(initial, candidate):
+            self._stay(f"{told} is best, but has learnt nothing")
+        elif self._only_diverged(initial, candidate):
+            self._stay("it diverged in its trial, but not at a quarter of it")
+        else:
+            self.over, self.offset = True, candidate.offset
+            self.verdict = f"{told}: its trial is {leads:.1f} standard errors ahead"
+
+    def _nearest(self, tried: Mapping[int, Arm], best: Arm) -> Arm:
+        """The best rate; the one between it and the initial rate if that is not behind."""
+        between = tried.get(best.offset // 2) if abs(best.offset) > 1 else None
+        return best if between is None or ahead(best.losses, between.losses) else between
+
+    def _learnt(self, initial: Arm, candidate: Arm) -> bool:
+        """Whether a candidate is ahead of the initial weights, or is at least not behind them where
+        the initial rate is."""
+        if not self.start or ahead(candidate.losses, self.start):
+            return True
+        unharmed = not ahead(self.start, candidate.losses)
+        return unharmed and ahead(self.start, initial.losses)
+
+    def _only_diverged(self, initial: Arm, candidate: Arm) -> bool:
+        """Whether the initial rate's trial diverged while the team that goes on with the run, at a
+        quarter of that rate, is as good as the candidate: the run's larger batch may bear it."""
+        return (
+            not math.isfinite(initial.mean)
+            and math.isfinite(mean_loss(self.quarter))
+            and not ahead(candidate.losses, self.quarter)
+        )
+
+    def _highest(self, tried: Mapping[int, Arm], best: Arm) -> Arm:
+        """The initial rate where it lost no more than MARGIN of what the best one learnt, else the
+        highest rate that did not; the best where the loss of the initial weights is not known."""
+        before = mean_loss(self.start)
+        learnt = max(0.0, before - best.mean) if math.isfinite(before) else 0.0
+        near = [arm for arm in tried.values() if arm.mean <= best.mean + MARGIN * learnt]
+        return tried[0] if tried[0] in near else max(near, key=lambda arm: arm.offset)
+
+    def skip(self) -> None:
+        """No search: the initial rate stays."""
+        self.over, self.offset, self.verdict = True, 0, "no search was run"
+        self.arms, self.head, self._trial = [], (), None
+
+    @property
+    def ran(self) -> bool:
+        """True where a search is over that was run to its end."""
+        return self.over and bool(self.arms)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, the same on every rank."""
+        trial = self._trial
+        return {
+            "version": SEARCH_VERSION,
+            "replicas": self.replicas,
+            "total_steps": self.total_steps,
+            "arms": [[arm.stage, arm.offset, list(arm.losses)] for arm in self.arms],
+            "start": list(self.start),
+            "head": list(self.head),
+            "quarter": list(self.quarter),
+            "head_rate": self._head_rate,
+            "steps": self.steps,
+            "trials_run": self.trials_run,
+            "last_trial": self.last_trial,
+            "offset": self.offset,
+            "over": self.over,
+            "verdict": self.verdict,
+            "laws": dict(self.laws),
+            "trial": None if trial is None else [trial.stage, list(trial.offsets), trial.index],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another search stopped."""
+        self.check_state(state)
+        self.arms = [Arm.of(str(s), int(x), [float(v) for v in y]) for s, x, y in state["arms"]]
+        self.start = tuple(map(float, state["start"]))
+        self.head = tuple(map(float, state["head"]))
+        self.quarter = tuple(map(float, state["quarter"]))
+        self._head_rate = float(state["head_rate"])
+        self.steps, self.trials_run = int(state["steps"]), int(state["trials_run"])
+        self.last_trial, self.offset = int(state["last_trial"]), int(state["offset"])
+        self.over, self.verdict = bool(state["over"]), str(state["verdict"])
+        self.laws = {str(k): float(v) for k, v in state["laws"].items()}
+        self._trial = None
+        if state["trial"] is not None:
+            stage, offsets, index = state["trial"]
+            self._trial = self._round(str(stage), tuple(map(int, offsets)), int(index))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a search of other replicas or another length; once it is over, it fits any."""
+        if state.get("version") != SEARCH_VERSION:
+            raise ValueError(
+                f"the state of a search has version {state.get('version')!r} and this version of "
+                f"hdet_scale reads {SEARCH_VERSION}: resume with the one that wrote it"
+            )
+        same = (state["replicas"], state["total_steps"]) == (self.replicas, self.total_steps)
+        if not state["over"] and not same:
+            raise ValueError(
+                f"the state was saved in a search of {state['replicas']} replicas and "
+                f"{state['total_steps']} steps, and this run has {self.replicas} and "
+                f"{self.total_steps}: resume with the same, or from a checkpoint after the search"
+            )

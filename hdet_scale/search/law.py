@@ -21,9 +21,6 @@ A trial that is the run (M = 1, h = S) has c = 1. The three constants were fitte
 tasks: on trials and runs of 10 to 20,000 steps of small models (benchmarks/lr/bridge.py) and on
 pre-training runs of language models, 950 steps and longer (benchmarks/lr/steplaw.py).
 
-The search itself still translates by the families of hdet_scale.search.ledger, which were fitted to
-trials of an eighth of the batch and tens of steps.
-
 Pure: no torch, no process group.
 """
 
@@ -31,15 +28,7 @@ from __future__ import annotations
 
 import math
 
-BATCH = 1 / 3
-"""Exponent of the batch: 0.2 to 0.36 on small models by AdamW, 0.36 on language models, and 0.5 to
-0.7, about twice as much, on small models by SGD."""
-EXTRA = 2.0
-"""The best rate of the shortest schedules is 1 + EXTRA times that of the longest: trials of 10 to
-80 steps are best 0.7 to 0.9 octaves above runs of 800 steps, and 1.1 to 1.5 above runs of 2,000."""
-TURN = 300.0
-"""Steps of a schedule whose best rate has lost half of EXTRA: on small models it does not change
-from 10 to 80 steps, and on language models hardly from 1,000 to 600,000."""
+from hdet_scale.search.constants import BATCH, EXTRA, TURN
 
 
 def translation(

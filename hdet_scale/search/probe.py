@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import random
 import sys
 import time
@@ -54,9 +53,9 @@ class Probe:
         self.seconds = 0.0
         """Time of all calls so far on this rank."""
 
-    def __call__(self, part: int = 0, parts: int = 1) -> list[float]:
-        """The losses, at most `limit` of them over all parts; all where a part has none."""
-        drawn = self.parts(part, parts) or (self.parts() if parts > 1 else {})
+    def __call__(self) -> list[float]:
+        """All losses, at most `limit` of them."""
+        drawn = self.parts()
         if not drawn:
             raise ValueError(NO_LOSS)
         return list(drawn.values())
@@ -102,13 +101,6 @@ def common_batches(
         return (loss(batch) for batch in kept[part::parts])
 
     return losses
-
-
-def mean_of(losses: Iterable[float]) -> float:
-    """Their mean; NaN or an infinity in one of them makes the mean so."""
-    drawn = list(losses)
-    total = sum(drawn)
-    return math.fsum(drawn) / len(drawn) if math.isfinite(total) else total
 
 
 def _number(loss: Tensor | float) -> float:

@@ -1,9 +1,9 @@
 """Snapshot: weights and optimizer state of one moment, kept to go back to.
 
-A search goes back after each trial, a watch when it restarts the run.
+A search goes back after each trial, a watch when the run degrades.
 
 Memory: one copy of what this rank holds of the parameters, the buffers and the optimizer's state,
-which at the start of a run is empty. `to_host` moves it off the device.
+which at the start of a run is empty, on the device or on the host.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdet_scale.engines.protocol import Engine
+from hdet_scale.engines.replica_state import options_of, put_options, weights_of
 from hdet_scale.topology import local
 
 
@@ -23,27 +24,29 @@ class Snapshot:
 
     Args:
         engine: whose tensors are kept.
+        host: keep them in the host's memory: for a snapshot that is kept while the run goes on.
         state: what another snapshot of the same model returned from `state_dict`. Where that was
             of whole replicas and these are sharded, this rank's part of it is taken.
     """
 
-    def __init__(self, engine: Engine, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, state: Mapping[str, Any] | None = None, *, host: bool = False
+    ) -> None:
         self.engine, self.params = engine, engine.stepped()
         if state is not None:
             self.tensors = [self._part(t, i) for i, t in enumerate(state["tensors"])]
             self.state = [self._parts(kept, i) for i, kept in enumerate(state["state"])]
             self.options, self.scale = list(state["options"]), dict(state["scale"])
             return
-        self.tensors = [_copy(t) for t in self._targets()]
+        self.tensors = [_copy(t, host) for t in self._targets()]
         kept = engine.optimizer.state
         # Reading `optimizer.state[p]` leaves an empty entry there: still a fresh start.
-        self.state = [_copied(kept[p]) if kept.get(p) else None for p in self.params]
+        self.state = [_copied(kept[p], host) if kept.get(p) else None for p in self.params]
         self.options = [options_of(g) for g in engine.optimizer.param_groups]
         self.scale = engine.loss_scale()
 
     def _targets(self) -> list[Tensor]:
-        """The parameters themselves: an fp32 master is part of the optimizer's state."""
-        return [local(t) for t in (*self.params, *self.engine.restored_buffers())]
+        return weights_of(self.engine)
 
     def _part(self, value: Tensor, index: int) -> Tensor:
         """`value` as this rank holds it, of the parameter or buffer with this index."""
@@ -77,14 +80,6 @@ class Snapshot:
         self.engine.set_loss_scale(self.scale)
         self.engine.refresh()
 
-    def to_host(self) -> None:
-        """For a snapshot that is kept while the run goes on, and hardly ever used."""
-        self.tensors = [t.cpu() for t in self.tensors]
-        self.state = [
-            None if kept is None else {k: _on_host(v) for k, v in kept.items()}
-            for kept in self.state
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a checkpoint; the tensors are not copied."""
         return {
@@ -95,34 +90,13 @@ class Snapshot:
         }
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of what may change in a param group, without its parameters and its learning rate,
-    which is the schedule's."""
-    return {
-        k: v.clone() if isinstance(v, Tensor) else v
-        for k, v in group.items()
-        if k not in ("params", "lr")
-    }
+def _copy(tensor: Tensor, host: bool) -> Tensor:
+    kept = local(tensor).detach()
+    return kept.to("cpu", copy=True) if host else kept.clone()
 
 
-def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Restore what `options_of` returned; other options are removed."""
-    for name in [k for k in group if k not in options and k not in ("params", "lr")]:
-        del group[name]
-    for name, value in options.items():
-        group[name] = value.clone() if isinstance(value, Tensor) else value
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return local(tensor).detach().clone()
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+def _copied(state: Mapping[str, Any], host: bool) -> dict[str, Any]:
+    return {k: _copy(v, host) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _put_back(state: dict[str, Any], kept: Mapping[str, Any], device: torch.device) -> None:

@@ -1,13 +1,12 @@
-"""Trials: the stages of a search, which replica runs which learning rate, and a trial's schedule.
+"""Trials: the two stages of a search, which replica runs what, and a trial's schedule.
 
-A trial is a short, complete schedule. A stage runs eight levels of the learning rate, all at once
-where there are replicas enough, in several trials otherwise. A team is one replica with its own
-gradients, or several that share theirs, so that the batch of a level does not shrink as the number
-of replicas grows.
+A trial is a short, complete schedule at one rate. The replicas are divided into teams, which share
+their gradients. One team goes on with the run during the search, at a quarter of the initial rate;
+each other team runs a trial. Where there are fewer teams than rates, a stage has several rounds.
 
-    coarse    2.8 % of the run's steps, teams of an eighth of the replicas
-    fine      3.8 %, the same teams
-    long      8 %, teams of a quarter: in place of fine where the coarse stage could not tell
+    first     4 % of the run's steps: a tenth, one and ten times the initial rate
+    second    8 %, where the first stage does not show that the initial rate is right: the same,
+              or one, ten and a hundred times it, or one, a tenth and a hundredth
 
 Pure: no torch, no process group.
 """
@@ -17,99 +16,96 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SIZE = 8
-"""Levels of a stage."""
-WARM = 0.05
-"""Share of a trial that is its warm-up."""
+from hdet_scale.search.constants import (
+    FIRST_SHARE,
+    HEAD_START,
+    MOST_STEPS,
+    SECOND_SHARE,
+    STEP,
+    TEAMS,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of a search."""
-
-    name: str
-    share: float
-    """Of the run's steps."""
-    parts: int
-    """Teams that the replicas are divided into, where there are so many."""
-
-    def team(self, replicas: int) -> int:
-        """Replicas that run a level together."""
-        return max(1, replicas // self.parts)
-
-    def teams(self, replicas: int) -> int:
-        """Whole teams. Left-over replicas train, but their loss is ignored."""
-        return replicas // self.team(replicas)
-
-    def trials(self, replicas: int) -> int:
-        """Trials one after the other until every level was run."""
-        return -(-SIZE // self.teams(replicas))
-
-    def steps(self, replicas: int, total_steps: int) -> int:
-        """Steps of one trial."""
-        return int(self.share * total_steps) // self.trials(replicas)
-
-
-COARSE = Stage("coarse", 0.028, 8)
-FINE = Stage("fine", 0.038, 8)
-LONG = Stage("long", 0.08, 4)
-STAGES = (COARSE, FINE, LONG)
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The losses at one learning rate: sums over the replicas that ran it to the end."""
-
-    count: float = 0.0
-    total: float = 0.0
-
-    @classmethod
-    def of(cls, loss: float) -> Level:
-        """One replica's loss; one that is not finite is left out."""
-        return cls(1.0, loss) if math.isfinite(loss) else cls()
-
-    @property
-    def mean(self) -> float:
-        """Infinite where every replica diverged."""
-        return self.total / self.count if self.count else math.inf
+SHARES = {"first": FIRST_SHARE, "second": SECOND_SHARE}
+"""The stages, and their share of the run's steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the replicas run next. What one replica runs is found in O(1)."""
+    """What the teams run next. What one replica runs is found in O(1)."""
 
-    stage: int
-    index: int
-    """Within the stage, where there are fewer teams than levels."""
+    stage: str
     steps: int
     team: int
     """Replicas of a team."""
     teams: int
+    offsets: tuple[int, ...]
+    """The rates of the stage, in steps of a factor STEP from the initial rate."""
+    index: int
+    """Round of the stage."""
     translation: float
     """c: what a trial's rate is multiplied with to give the run's."""
-    multipliers: tuple[float, ...]
-    """For each level the peak learning rate of its trial over the schedule's peak."""
+    head: float = HEAD_START
+    """Rate of the team that goes on with the run, over the initial rate."""
 
-    def level(self, replica: int) -> int:
-        """The level that a replica runs."""
-        return (self.index * self.teams + min(replica // self.team, self.teams - 1)) % SIZE
+    @property
+    def has_head_start(self) -> bool:
+        """Whether the first team goes on with the run; a single team has to run the trials."""
+        return self.teams > 1
+
+    @property
+    def rounds(self) -> int:
+        """Rounds until every rate was tried."""
+        return rounds_of(self.teams, len(self.offsets))
+
+    def goes_on(self, replica: int) -> bool:
+        """Whether a replica goes on with the run."""
+        return self.has_head_start and replica < self.team
+
+    def arm(self, replica: int) -> int | None:
+        """Index of the rate that a replica tries; None where it goes on with the run, and for
+        left-over replicas, which train along and are not evaluated."""
+        team = replica // self.team
+        if self.goes_on(replica) or team >= self.teams:
+            return None
+        first = 1 if self.has_head_start else 0
+        return (self.index * (self.teams - first) + team - first) % len(self.offsets)
 
     def multiplier(self, replica: int) -> float:
-        """The peak learning rate of a replica over the schedule's peak."""
-        return self.multipliers[self.level(replica)]
+        """The peak of a replica's schedule over the peak of the run's at the initial rate."""
+        arm = self.arm(replica)
+        return self.head if arm is None else STEP ** self.offsets[arm] / self.translation
 
-    def levels(self, replicas: int) -> list[int]:
-        """The level of each replica; for a record of all of them."""
-        return [self.level(r) for r in range(replicas)]
-
-    def counts(self, replica: int) -> bool:
-        """Whether a replica is a member of a team: the loss of left-over replicas is ignored."""
-        return replica < self.teams * self.team
+    def arms(self) -> list[int]:
+        """The rates of this round."""
+        replicas = range(0, self.teams * self.team, self.team)
+        return sorted({arm for r in replicas if (arm := self.arm(r)) is not None})
 
 
-def shape(i: int, steps: int) -> float:
-    """s(i, h): linear warm-up over the first steps, then a cosine that ends at zero."""
-    warm = max(1, round(WARM * steps))
+def team_size(replicas: int) -> int:
+    """Replicas of a team."""
+    return max(1, replicas // TEAMS)
+
+
+def rounds_of(teams: int, rates: int) -> int:
+    """Rounds of a stage of so many rates."""
+    return -(-rates // max(1, teams - 1))
+
+
+def trial_steps(stage: str, replicas: int, total_steps: int, rates: int) -> int:
+    """Steps of one trial: those of the stage, divided by its rounds."""
+    steps = SHARES[stage] * min(total_steps, MOST_STEPS / sum(SHARES.values()))
+    return int(steps) // rounds_of(replicas // team_size(replicas), rates)
+
+
+def shape(i: int, steps: int, warm: int) -> float:
+    """s(i, h): linear warm-up, as long as the run's but at most half of the trial, then a cosine
+    that ends at zero."""
+    warm = max(1, min(warm, steps // 2))
     if i < warm:
         return (i + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (i - warm) / (steps - warm)))
+
+
+def head_start(i: int, warm: int) -> float:
+    """The schedule of the team that goes on with the run: its warm-up, then the peak."""
+    return min(1.0, (i + 1) / max(1, warm))

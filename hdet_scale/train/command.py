@@ -120,7 +120,8 @@ def _add_model(add: Callable[..., Any]) -> None:
     add("--context", type=int, metavar="N", help="tokens of a sequence")
     add("--text", nargs="*", metavar="FILE", help="bytes as tokens; Python's own source if unset")
     add("--tokens", type=Path, metavar="FILE", help="memory-mapped token file")
-    add("--token-type", choices=TOKEN_TYPES, default="uint16", help="of --tokens: uint16")
+    types = f"{', '.join(TOKEN_TYPES)}; uint16 if unset"
+    add("--token-type", choices=TOKEN_TYPES, default="uint16", metavar="TYPE", help=types)
     add("--vocabulary", type=int, metavar="N", help="number of tokens, with --tokens")
     add("--bf16", action="store_true", help="compute in bfloat16")
     add("--accumulation", type=int, metavar="N", help="micro-batches of an optimizer step")

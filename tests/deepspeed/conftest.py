@@ -1,4 +1,4 @@
-"""Four workers with DeepSpeed, for all files of this folder: it stays out of the other tests'
+"""Workers with DeepSpeed, for all files of this folder: it stays out of the other tests'
 processes."""
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ def compiled() -> Iterator[None]:
 def four(compiled: None) -> Iterator[Fleet]:
     """Four workers."""
     fleet = Fleet(4)
+    fleet.run(warm_up, seconds=800)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def two(compiled: None) -> Iterator[Fleet]:
+    """Two workers."""
+    fleet = Fleet(2)
     fleet.run(warm_up, seconds=800)
     yield fleet
     fleet.stop()

@@ -14,10 +14,9 @@ from hdet_scale.engines import Engine
 from hdet_scale.engines.gradient_mean import GradientMean
 from tests.support.fleet import Fleet
 from tests.support.toy import batch, parameters, toy
-from tests.support.trials import short_trials
 
-STEPS = 1200
-"""With short trials enough for a search of two replicas."""
+STEPS = 900
+"""Enough for a search of two replicas in two stages."""
 
 
 class FlatEngine(Engine):
@@ -70,10 +69,9 @@ def on_ddp(rank: int, size: int, rule: str, steps: int) -> tuple[list[Tensor], f
     model = toy(0)
     optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
     probe = held_out(model.module) if rule == "auto" else None
-    with short_trials():
-        scheduler = OneCycleAutoLR(
-            optimizer, 3e-4, STEPS, model=model, probe=probe, cycle_momentum=False, **options(rule)
-        )
+    scheduler = OneCycleAutoLR(
+        optimizer, 3e-4, STEPS, model=model, probe=probe, cycle_momentum=False, **options(rule)
+    )
     for step in range(steps):
         x, y = batch(step, rank)
         loss = (model(x) - y).square().mean()
@@ -88,16 +86,15 @@ def on_the_newcomer(rank: int, size: int, rule: str, steps: int) -> tuple[list[T
     model = toy(wrap=False)
     engine = FlatEngine(model, Replicas.world())
     probe = held_out(model) if rule == "auto" else None
-    with short_trials():
-        scheduler = OneCycleAutoLR(
-            engine.optimizer,
-            3e-4,
-            STEPS,
-            engine=engine,
-            probe=probe,
-            cycle_momentum=False,
-            **options(rule),
-        )
+    scheduler = OneCycleAutoLR(
+        engine.optimizer,
+        3e-4,
+        STEPS,
+        engine=engine,
+        probe=probe,
+        cycle_momentum=False,
+        **options(rule),
+    )
     for step in range(steps):
         x, y = batch(step, rank)
         loss = (model(x) - y).square().mean()

@@ -21,13 +21,17 @@ from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.plain import Plain
 from hdet_scale.phases.searching import Searching
 from hdet_scale.phases.watched import Watched
+from hdet_scale.search.constants import UNTIL
+from hdet_scale.search.decision import RateSearch
 from tests.support.calls import calls
 from tests.support.fleet import Fleet
 from tests.support.searched import Overfitting
-from tests.support.toy import batch, learn, parameters, same, toy
-from tests.support.trials import short_trials, without_long_stage
+from tests.support.searching import LOW, S, held_out, settled
+from tests.support.toy import learn, parameters, same, toy
 
-S, T = 4000, 5
+T = 5
+SHORT = RateSearch.least_steps(1) - 1
+"""Steps of a run that is too short for a search."""
 FEW, MANY = 8, 16384
 
 
@@ -65,10 +69,8 @@ class Run:
 # -- which phase follows which --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
     run = Run()
-    budget = run.scheduler._phase.rule.budget
     seen = []
     while run.step < S:
         told = run.scheduler.phase, run.scheduler.searching, run.scheduler.watching
@@ -76,8 +78,9 @@ def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
             seen.append(told)
         run.train(run.step + 1)
     assert run.kinds == [Searching, Watched, Plain]
-    assert run.begins[1] == budget
-    assert 0.5 * S < run.begins[2] <= 0.75 * S
+    searched = run.scheduler.search_result.steps
+    assert run.begins[1] == searched > 0
+    assert 0.7 * UNTIL < (run.begins[2] - searched) / (S - searched) <= UNTIL
     assert seen == [("searching", True, False), ("watched", False, True), ("plain", False, False)]
     assert run.scheduler.snapshot is None
     assert run.scheduler.steps_done == S
@@ -89,8 +92,8 @@ def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
         ({"probed": False}, [Searching, Plain]),
         ({"gradients": "local"}, [Searching, Exploring]),
         ({"gradients": "local", "probed": False}, [Searching, Exploring]),
-        ({"total": 3000}, [Plain]),
-        ({"total": 3000, "gradients": "local"}, [Exploring]),
+        ({"total": SHORT}, [Plain]),
+        ({"total": SHORT, "gradients": "local"}, [Exploring]),
         ({"rule": "none", "spread": 0.0, "probed": False}, [Plain]),
         ({"rule": "none", "spread": 0.0, "gradients": "local", "probed": False}, [Exploring]),
         ({"rule": "none", "spread": 0.1, "probed": False}, [Exploring]),
@@ -101,7 +104,7 @@ def test_a_watch_follows_a_search_and_plain_training_a_watch() -> None:
 )
 def test_the_phases_of_a_run(options: dict[str, Any], kinds: list[type]) -> None:
     run = Run(**options)
-    run.train(400)
+    run.train(S // 4)
     assert run.kinds == kinds
     assert run.phases[-1].successor is None
 
@@ -208,41 +211,30 @@ POLICIES: dict[str, dict[str, Any]] = {
 def rounds(model: nn.Module, lr: float, policy: dict[str, Any], **options: Any) -> Any:
     optimizer = AdamW(model.parameters(), lr=lr)
     config = HDETConfig(gradients="local", interval=T, converge=ConvergePolicy(**policy), **options)
-    probe = options.get("rule", "auto") == "auto"
-
-    def losses() -> Any:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        for i in range(4):
-            x, y = batch(10_000 + i, 0)
-            yield (inner(x) - y).square().mean()
-
-    with short_trials(4):
-        scheduler = AutoLR(
-            LambdaLR(optimizer, lambda _: 1.0), config, model=model,
-            probe=losses if probe else None,
-        )  # fmt: skip
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    probe = held_out(inner) if options.get("rule", "auto") == "auto" else None
+    scheduler = AutoLR(LambdaLR(optimizer, lambda _: 1.0), config, model=model, probe=probe)
     return optimizer, scheduler
 
 
-@without_long_stage
 def _search_then_rounds(rank: int, size: int, policy: dict[str, Any], bad: bool) -> Any:
-    """And beside it the rounds of a run that began at the proposed rate."""
-    model = toy(rank, norm=True, rebuild=False)
-    start = copy.deepcopy(model.state_dict())
-    optimizer, scheduler = rounds(model, 3e-5, policy, total_steps=600)
+    """And beside it the rounds of a run that began with what the search left, at its rate."""
+    model = settled(toy(rank, norm=True, rebuild=False))
+    optimizer, scheduler = rounds(model, LOW, policy, total_steps=S)
     step = 0
     while scheduler.searching:
         loss = learn(model, optimizer, step, rank)
-        if bad and scheduler._phase.trial.index == 1:
+        if bad and scheduler._phase.trial.arm(rank) == 1:
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
         scheduler.step(loss)
         step += 1
     phase, rate = scheduler.phase, scheduler.get_base_lr()[0]
     plain = toy(rank, norm=True, rebuild=False)
-    plain.load_state_dict(start)
     other, beside = rounds(plain, rate, policy, rule="none", spread=0.0)
-    alike = []
+    plain.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    alike = [same(parameters(model), parameters(plain))]
     for at in range(step, step + 4 * T + 2):
         for m, o, s in ((model, optimizer, scheduler), (plain, other, beside)):
             s.step(learn(m, o, at, rank))
@@ -260,8 +252,9 @@ def test_nothing_of_the_trials_is_left_in_the_rounds_that_follow(
     for phase, rate, alike, _ in (one, two):
         assert phase == "exploring"
         assert rate == one[1]
+        assert len(alike) == 4 * T + 3
         assert all(alike)
-    assert one[1] > 3e-5 or bad
+    assert one[1] > LOW
     assert same(one[3], two[3])
     assert all(bool(p.isfinite().all()) for p in one[3])
 

@@ -1,496 +1,711 @@
-"""The decision of a search as a pure rule: what it proposes, what it leaves alone."""
+"""The search as a pure rule: its rounds, its verdict, its bounds, and that it can be resumed.
+
+Losses are a mean, plus what makes a batch hard, common to all rates, plus noise of each rate.
+"""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet_scale.search.decision import LEARNT, TOWARDS, RateSearch
-from hdet_scale.search.trials import COARSE, FINE, LONG, STAGES, Level, Stage
+from hdet_scale.search.constants import HEAD_START, LEAST_STEPS, MARGIN, PASSES, SIGNIFICANT, STEP
+from hdet_scale.search.decision import NEAR, SEARCH_VERSION, RateSearch
+from hdet_scale.search.evidence import ahead, lead
+from hdet_scale.search.law import translation
+from hdet_scale.search.trials import SHARES, Trial, rounds_of, team_size, trial_steps
+from tests.support.trials import short_trials
 
 S = 4000
-SIZES = (*range(1, 10), 16, 64)
+BATCHES = 8
+START = 9.0
+SIZES = (1, 2, 3, 4, 6, 8, 64)
+UP, DOWN = (0, 1, 2), (-2, -1, 0)
+Curve = Callable[[str, int], float]
 
 
-def summed(rule: RateSearch, loss: Callable[[float], float]) -> list[Level]:
-    """The losses of the trial under way at each level; `loss` is given a replica's multiplier."""
-    trial, levels = rule.trial, [Level() for _ in range(rule.size)]
-    for replica in range(rule.replicas):
-        own, at = Level.of(loss(trial.multiplier(replica))), trial.level(replica)
-        levels[at] = Level(levels[at].count + own.count, levels[at].total + own.total)
-    return levels
+def search(replicas: int = 8, total_steps: int = S, **options: Any) -> RateSearch:
+    return RateSearch(replicas=replicas, total_steps=total_steps, **({"adaptive": True} | options))
 
 
-def levels_of(rule: RateSearch, loss: Callable[[float], float]) -> list[Level]:
-    """The same; `loss` is given the rate of the run, over the initial one, that a replica's trial
-    stands for."""
-    c = rule.translation(rule.stage)
-    return summed(rule, lambda x: loss(x * c))
+def batches(mean: float, *, noise: float = 0.0, seed: object = 0) -> list[float]:
+    own = random.Random(f"{seed}")
+    return [mean + 0.3 * j + noise * own.gauss(0, 1) for j in range(BATCHES)]
 
 
-def play(rule: RateSearch, loss: Callable[[float], float]) -> list[str]:
-    """Run all trials; `loss` by the rate of the run over the initial one."""
-    said = []
-    while not rule.over:
-        said.append(rule.close(levels_of(rule, loss)))
-    return said
+def by(errors: float, mean: float = 1.0) -> list[float]:
+    """Losses that are `errors` standard errors below those of batches(mean); above, if negative."""
+    width, size = math.sqrt(BATCHES - 1) / errors, math.copysign(0.1, errors)
+    return [x - size * (1 + width * (-1) ** j) for j, x in enumerate(batches(mean))]
 
 
-def bowl(best: float, noise: float = 0.0, seed: int = 0) -> Callable[[float], float]:
-    """2 + ln(x / best)^2 / 10 with noise; diverges at a hundred times the best."""
-    rng = random.Random(seed)
+class Fed:
+    """A search that gets its losses from a curve over stages and offsets until it is over.
 
-    def loss(x: float) -> float:
-        if x > 100 * best:
-            return math.nan
-        return 2.0 + 0.1 * math.log(x / best) ** 2 + rng.gauss(0.0, noise)
+    `head` is the loss of what goes on with the run, at any rate or by its rate.
+    """
 
-    return loss
+    def __init__(
+        self,
+        rule: RateSearch,
+        curve: Curve,
+        *,
+        start: float | None = START,
+        head: float | Mapping[float, float] | None = None,
+        noise: float = 1e-4,
+        seed: int = 0,
+    ) -> None:
+        self.rule, self.curve, self.noise, self.seed = rule, curve, noise, seed
+        self.start = [] if start is None else batches(start)
+        self.head = head
+        self.trials: list[Trial] = []
+        self.said: list[str] = []
 
+    def losses(self, stage: str, offset: int) -> list[float]:
+        """A function of the rate alone, so that a resumed search sees the same."""
+        seed = (self.seed, stage, offset)
+        return batches(self.curve(stage, offset), noise=self.noise, seed=seed)
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("best", [1 / 30, 0.1, 0.4, 3.0, 10.0, 60.0])
-def test_finds_the_minimum_of_a_bowl(n: int, best: float) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-    play(rule, bowl(best))
-    assert rule.scale == pytest.approx(best, rel=1e-6)
+    def one(self) -> None:
+        trial = self.rule.trial
+        self.trials.append(trial)
+        told = {arm: self.losses(trial.stage, trial.offsets[arm]) for arm in trial.arms()}
+        head = self.head[trial.head] if isinstance(self.head, Mapping) else self.head
+        self.said.append(self.rule.close(told, self.start, [] if head is None else batches(head)))
 
+    def all(self) -> Fed:
+        while not self.rule.over:
+            assert self.rule.scale == 1.0, "until it is over"
+            self.one()
+        assert self.rule.steps == sum(trial.steps for trial in self.trials) <= self.rule.longest
+        assert self.rule.trials_run == len(self.trials)
+        assert self.rule.last_trial == self.trials[-1].steps
+        assert self.rule.ran
+        return self
 
-def stable(edge: float, best: float, start: float = 3.0) -> Callable[[float], float]:
-    """By the learning rate of the trial itself: lowest at `best`, diverged above `edge`."""
-
-    def loss(x: float) -> float:
-        return 2.0 + 0.02 * math.log(x / best) ** 2 if x < edge else start + 7.0
-
-    return loss
-
-
-def searched(loss: Callable[[float], float], *, n: int = 8, first: float = 3.0) -> RateSearch:
-    """A search of an optimizer that does not divide by the gradient's size; `loss` by the learning
-    rate of the trial."""
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=False)
-    while not rule.over:
-        rule.close(summed(rule, loss), Level.of(first))
-    return rule
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("edge", [1 / 30, 0.1, 0.5, 25.0, 60.0, 300.0])
-def test_without_a_division_by_the_gradient_the_edge_is_what_counts(n: int, edge: float) -> None:
-    """Within half of the distance of two levels of the second stage. Where trials are best, which
-    the noise of their small batch decides, makes no difference."""
-    proposed = set()
-    for best in (edge / 4, edge / 30):
-        rule = searched(stable(edge, best), n=n)
-        proposed.add(rule.scale)
-        assert abs(math.log2(rule.scale / (edge * rule.translation(1)))) <= 2 / 7 + 1e-9
-    assert len(proposed) == 1
-    assert rule.target == pytest.approx(2.5, abs=0.1)
-    assert f"trials diverge at {rule.scale / rule.translation(1):.3g} x" in rule.verdict
+    @property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """The rates of each stage."""
+        return {trial.stage: trial.offsets for trial in self.trials}
 
 
-@pytest.mark.parametrize("edge", [0.05, 0.2, 20.0, 60.0])
-def test_networks_that_died_are_beyond_the_edge(edge: float) -> None:
-    """If the initial loss is worse than chance, they end below it, at rates over decades."""
-    learns = stable(edge, edge / 4)
-    rule = searched(lambda x: learns(x) - 0.5 if x < edge else 2.303, first=2.49)
-    assert abs(math.log2(rule.scale / (edge * rule.translation(1)))) <= 2 / 7 + 1e-9
+def bowl(best: float) -> Curve:
+    return lambda _, offset: 1.0 + abs(offset - best)
 
 
-@pytest.mark.parametrize("edge", [1.0, 2.0, 3.6])
-def test_an_initial_rate_near_the_edge_stays(edge: float) -> None:
-    """From below the edge to well above the proposed rate."""
-    rule = searched(stable(edge, edge / 10))
-    assert rule.scale == 1.0
-    assert "too near to tell apart, the initial rate stays" in rule.verdict
+def in_second(at: Mapping[int, float], towards: int) -> Curve:
+    """These losses in the second stage; the first one points up, down or nowhere (1, -1, 0)."""
+    first = {0: {-1: 2.0, 0: 2.0, 1: 2.0}, 1: {-1: 3.0, 0: 2.0, 1: 1.0}}
+    first[-1] = {-1: 1.0, 0: 2.0, 1: 3.0}
+    return lambda stage, offset: (first[towards] if stage == "first" else at)[offset]
 
 
-def test_trials_that_never_diverge_are_not_extrapolated() -> None:
-    rule = searched(stable(math.inf, 50.0))
-    assert 10.0 < rule.scale <= 4.0**3 * 4.0
-    assert not rule.contested
+# -- rounds -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_where_no_trial_stays_finite_lower_rates_are_next(n: int) -> None:
-    c = RateSearch(replicas=n, total_steps=S, adaptive=False).translation(0)
-    limit = 4.0**-4 / c / 3
-    rule = searched(lambda x: 2.0 if x < limit else math.inf, n=n)
-    assert rule.contested, "the run's own batch and warm-up may allow more"
-    assert abs(math.log2(rule.scale / (limit * c))) < 0.5
-    rule = searched(lambda _: math.nan, n=n)
-    assert rule.scale == 1.0
-    assert "no trial of the fine stage stayed finite" in rule.verdict
+@pytest.mark.parametrize(
+    ("n", "team", "rounds"),
+    [
+        (1, 1, [[0], [1], [2]]),
+        (2, 1, [[0], [1], [2]]),
+        (3, 1, [[0, 1], [0, 2]]),
+        (4, 1, [[0, 1, 2]]),
+        (6, 1, [[0, 1, 2]]),
+        (8, 2, [[0, 1, 2]]),
+        (64, 16, [[0, 1, 2]]),
+    ],
+)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_rates_of_a_stage_are_divided_among_the_teams(
+    n: int, team: int, rounds: list[list[int]], adaptive: bool
+) -> None:
+    with mock.patch("hdet_scale.search.trials.TEAMS", 4):
+        fed = Fed(search(n, adaptive=adaptive), lambda *_: 2.0, noise=0.0).all()
+        assert fed.rule.team == team
+        assert fed.stages == {"first": NEAR, "second": NEAR}
+        for stage in SHARES:
+            trials = [trial for trial in fed.trials if trial.stage == stage]
+            assert [trial.arms() for trial in trials] == rounds
+            assert [trial.index for trial in trials] == list(range(len(rounds)))
+            for trial in trials:
+                assert trial.has_head_start is (n > 1)
+                assert (trial.team, trial.teams) == (team, n // team)
+                assert trial.steps == trial_steps(stage, n, S, len(NEAR))
+                c = translation(n / team, trial.steps, S, adaptive=adaptive)
+                assert trial.translation == c
+        assert fed.rule.steps == fed.rule.longest
+        assert [len(fed.rule.arms), len(set(fed.said[:-1]) - {""})] == [2 * len(NEAR), 1]
 
 
-def test_a_lower_rate_is_contested_if_the_trial_at_the_initial_rate_diverged() -> None:
-    worse = searched(stable(0.05, 0.01))
-    assert worse.scale < 0.1
-    assert not worse.contested
-    torn = searched(lambda x: stable(0.05, 0.01)(x) if x < 2.0 else math.inf)
-    assert torn.contested, "the trial at the initial rate stayed finite, the next did not"
-    assert torn.target == pytest.approx(2.5, abs=0.1)
-    torn.settle()
-    assert torn.scale == worse.scale
+def test_a_rate_that_is_tried_twice_counts_once() -> None:
+    """With three replicas the first rate is tried in both rounds; the first result stays."""
+    rule = search(3)
+    assert rule.trial.arms() == [0, 1]
+    rule.close({0: [1.0, 1.1], 1: [2.0, 2.1]})
+    assert rule.trial.arms() == [0, 2]
+    rule.close({0: [7.0, 7.1], 2: [3.0, 3.1]})
+    assert [(arm.offset, arm.losses) for arm in rule.arms] == [
+        (-1, (1.0, 1.1)),
+        (0, (2.0, 2.1)),
+        (1, (3.0, 3.1)),
+    ]
 
 
-@pytest.mark.parametrize("n", [2, 8, 64])
-def test_with_noise_within_a_factor_of_two(n: int) -> None:
-    off = []
-    for seed in range(100):
-        rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-        play(rule, bowl(0.1, noise=0.02, seed=seed))
-        off.append(abs(math.log2(rule.scale / 0.1)))
-    assert numpy.quantile(off, 0.9) < 1.0
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("value", [2.0, math.nan, math.inf])
-def test_equal_or_no_losses_leave_the_initial_rate(n: int, value: float) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-    said = play(rule, lambda _: value)
-    assert rule.scale == 1.0
-    assert "stays" in said[-1]
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 9, 64])
-def test_the_initial_rate_is_a_level_of_both_stages(n: int) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-    assert 0.0 in rule.offsets
-    while rule.stage == 0:
-        rule.close(levels_of(rule, bowl(1.3)))
-    assert 0.0 in rule.offsets
-
-
-def test_an_initial_rate_far_above_the_edge_of_stability_is_lowered() -> None:
-    """Outside the second stage, where its nearest level is nearly as good as the best."""
-
-    def loss(x: float) -> float:
-        return 2.0 + 0.001 * math.log(x / 0.1) ** 2 + (5.0 if x > 0.5 else 0.0)
-
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    play(rule, loss)
-    assert rule.scale < 0.5, rule.verdict
-
-
-def test_the_right_initial_rate_is_kept() -> None:
-    """From the best, noise must not move it further than it can tell apart."""
-    worst = 0.0
-    for seed in range(200):
-        rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-        play(rule, bowl(1.0, noise=0.01, seed=seed))
-        worst = max(worst, 0.1 * math.log(rule.scale) ** 2)
-    assert worst < 0.02  # of a loss of 2: 1 %
-
-
-def test_replicas_without_a_loss_are_left_out() -> None:
-    """A level without a finite loss counts as diverged; the others decide."""
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    calls = itertools.count()
-    play(rule, lambda x: math.nan if next(calls) % 5 == 4 else bowl(0.25)(x))
-    assert abs(math.log2(rule.scale / 0.25)) < 1
+# -- the first stage ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_costs_its_share_of_the_run_and_no_more(n: int) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=False)
-    steps = 0
-    while not rule.over:
-        steps += rule.trial.steps
-        rule.close(levels_of(rule, bowl(1.0)))
-    share = COARSE.share + FINE.share
-    assert steps == rule.budget <= round(share * S)
-    assert steps > 0.9 * share * S
+def test_an_initial_rate_that_is_ahead_of_both_neighbours_ends_the_search(n: int) -> None:
+    fed = Fed(search(n), bowl(0.0)).all()
+    assert fed.stages == {"first": NEAR}
+    assert fed.rule.scale == 1.0
+    assert fed.rule.verdict == "the initial rate stays: it is well ahead of the rates beside it"
+    assert fed.said == [""] * (len(fed.said) - 1) + [fed.rule.verdict]
+
+
+@pytest.mark.parametrize(
+    ("means", "second"),
+    [
+        ((2.0, 1.0, 1.0), NEAR),  # ahead of one of them only
+        ((1.0, 1.0, 2.0), NEAR),
+        ((1.0, 1.0, 1.0), NEAR),
+        ((2.0, 1.0, 0.5), UP),
+        ((0.5, 1.0, 2.0), DOWN),
+        ((0.4, 1.0, 0.5), DOWN),  # both are ahead: the better one
+        ((0.5, 1.0, 0.4), UP),
+        ((0.5, math.inf, math.inf), DOWN),
+        ((math.nan, math.inf, 0.5), UP),
+        ((math.nan, 1.0, 0.5), UP),
+        ((math.nan, math.inf, math.nan), DOWN),  # nothing finite: lower rates are next
+    ],
+)
+def test_the_second_stage_looks_further_where_another_rate_is_ahead(
+    means: tuple[float, ...], second: tuple[int, ...]
+) -> None:
+    at = dict(zip(NEAR, means, strict=True))
+    fed = Fed(search(), lambda _, x: at.get(x, 2.0), noise=0.0)
+    fed.one()
+    assert fed.rule.trial.stage == "second"
+    assert fed.rule.trial.offsets == second
+    rates = ", ".join(f"{STEP**x:g}" for x in second)
+    assert fed.said == [f"the second stage tries {rates} x the initial rate"]
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+@pytest.mark.parametrize(
+    ("start", "share", "ends"),
+    [(START, 0.9, False), (START, 1.1, True), (None, 0.01, True), (math.inf, 0.01, True)],
+)
+def test_the_search_ends_early_only_if_its_neighbours_lost_much(
+    offset: int, start: float | None, share: float, ends: bool
+) -> None:
+    """A share of MARGIN of what the initial rate learnt, where that is known."""
+    at = {-1: 5.0, 0: 1.0, 1: 5.0} | {offset: 1.0 + share * MARGIN * (START - 1.0)}
+    fed = Fed(search(), lambda _, x: at[x], start=start, noise=0.0)
+    fed.one()
+    assert fed.rule.over is ends
+    assert ends or fed.rule.trial.offsets == NEAR
+
+
+@pytest.mark.parametrize("share", [-1.01, -0.99, 0.99, 1.01])
+def test_a_lead_that_is_not_significant_neither_ends_the_search_nor_turns_it(share: float) -> None:
+    """The highest rate is ahead of the initial one by this share of what is significant."""
+    rule = search()
+    rule.close({0: batches(9.0), 1: batches(1.0), 2: by(share * SIGNIFICANT)})
+    assert rule.over is (share < -1)
+    if share > -1:
+        assert rule.trial.offsets == (UP if share > 1 else NEAR)
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_search_with_a_long_stage_costs_its_share(n: int) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=False)
-    steps = trials = 0
-    while not rule.over:
-        steps, trials = steps + rule.trial.steps, trials + 1
-        rule.close(levels_of(rule, lambda _: 2.3), Level.of(2.31))
-        assert rule.trials_run == trials
-    share = COARSE.share + LONG.share
-    assert 0.9 * share * S < steps <= round(share * S)
+def test_the_first_stage_is_left_out_where_its_trials_would_be_too_short(n: int) -> None:
+    rounds = rounds_of(n // team_size(n), len(NEAR))
+    least = math.ceil(LEAST_STEPS * rounds / SHARES["first"])
+    assert search(n, least).trial.stage == "first"
+    assert search(n, least).trial.steps == LEAST_STEPS
+    short = Fed(search(n, least - 1), bowl(1.0)).all()
+    assert short.stages == {"second": NEAR}
+    assert short.rule.scale == STEP
+    assert short.rule.steps == short.rule.longest
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
-def test_a_state_after_any_trial_goes_on_bit_for_bit(n: int) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-    loss = bowl(0.2, noise=0.05)
-    while not rule.over:
-        other = RateSearch(replicas=n, total_steps=S, adaptive=True)
-        other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
-        assert other.trial == rule.trial
-        seen = levels_of(rule, loss)
-        assert other.close(copy.deepcopy(seen)) == rule.close(seen)
-        assert other.state_dict() == rule.state_dict()
+# -- the candidate ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-@pytest.mark.parametrize("n", [*range(1, 40), 64, 100, 4096])
-def test_teams_are_of_one_size_and_every_level_is_run(n: int, stage: Stage) -> None:
-    rule = RateSearch(replicas=n, total_steps=S, adaptive=True)
-    run: set[int] = set()
-    for index in range(stage.trials(n)):
-        rule.load_state_dict(rule.state_dict() | {"stage": STAGES.index(stage), "index": index})
-        trial = rule.trial
-        assert trial.team == rule.team
-        assert trial.translation == rule.translation(rule.stage)
-        levels = trial.levels(n)
-        assert levels == [trial.level(r) for r in range(n)]
-        members = [r for r in range(n) if trial.counts(r)]
-        assert members == list(range(len(members)))
-        assert n - len(members) < rule.team, "fewer than a team are left over"
-        for first in range(0, len(members), rule.team):
-            assert len(set(levels[first : first + rule.team])) == 1
-        run |= set(levels[: len(members)])
-        rates = [math.exp(x) / trial.translation for x in rule.offsets]
-        assert [trial.multiplier(r) for r in range(n)] == [rates[k] for k in levels]
-    assert run == set(range(rule.size))
-    assert stage.parts <= stage.teams(n) < 2 * stage.parts or n < stage.parts, (
-        "the batch of a team does not shrink with the number of replicas"
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("best", [-2, -1, 1, 2])
+def test_a_far_better_rate_is_taken(n: int, adaptive: bool, best: int) -> None:
+    fed = Fed(search(n, adaptive=adaptive), bowl(best)).all()
+    assert fed.stages["second"] == (UP if best > 0 else DOWN)
+    assert fed.rule.scale == STEP**best
+    initial, taken = (
+        next(arm for arm in fed.rule.arms if (arm.stage, arm.offset) == ("second", x))
+        for x in (0, best)
+    )
+    leads = lead(initial.losses, taken.losses)
+    assert fed.rule.verdict == (
+        f"{STEP**best:g} x the initial rate: its trial is {leads:.1f} standard errors ahead"
     )
 
 
-def plateau(edge: float) -> Callable[[float], float]:
-    """By the learning rate of the trial: little is learnt, most at a tenth of the edge."""
-
-    def loss(x: float) -> float:
-        bad = math.inf if x > 100.0 * edge else 50.0 if x > edge else 0.0
-        return 2.3 - 0.05 / (1 + math.log(10 * x / edge) ** 2) + bad
-
-    return loss
-
-
-def played(first: float, loss: Callable[[float], float]) -> RateSearch:
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    while not rule.over:
-        c = rule.translation(rule.stage)
-        rule.close(levels_of(rule, lambda x, c=c: loss(x / c)), Level.of(first))
-    return rule
-
-
-@pytest.mark.parametrize("edge", [0.05, 0.4, 40.0, 300.0])
-def test_where_no_trial_learns_the_rate_goes_towards_the_edge_of_long_trials(edge: float) -> None:
-    """Up or down, where even long trials learn nothing: their minimum is noise, their edge is
-    not."""
-    rule = played(2.31, plateau(edge))
-    low = edge / 10
-    assert abs(math.log(rule.scale / low) - TOWARDS * math.log(edge / low)) < 0.5
-    assert "between long trials that learn next to nothing at" in rule.verdict
-    assert rule.target == pytest.approx((2.31 + 2.25) / 2, abs=0.01)
-    assert not rule.contested
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("between", "noise", "taken"),
+    [
+        (1.5, 0.0, 2),  # the farthest is ahead of the one between
+        (1.001, 0.05, 1),  # better, but not by enough
+        (1.0, 0.0, 1),  # as good
+        (1.999, 0.05, 0),  # the one between is not ahead of the initial rate either
+    ],
+)
+def test_a_rate_two_steps_away_must_be_ahead_of_the_one_between(
+    sign: int, between: float, noise: float, taken: int
+) -> None:
+    far = 1.0 if between < 1.9 else 1.998
+    at = {0: 2.0, sign: between, 2 * sign: far}
+    fed = Fed(search(), in_second(at, sign), noise=noise).all()
+    assert fed.rule.offset == sign * taken
+    if taken:
+        assert fed.rule.scale == STEP ** (sign * taken)
+    else:
+        assert fed.rule.verdict.endswith(f"ahead of it, and {SIGNIFICANT:g} are needed")
 
 
-def test_a_long_stage_that_points_nearby_leaves_the_initial_rate() -> None:
-    rule = played(2.31, plateau(4.0))
-    assert rule.scale == 1.0
-    assert "too near to tell apart" in rule.verdict
+WITHIN, BEYOND = (1.0 + share * MARGIN * (START - 1.0) for share in (0.9, 1.1))
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("best", [0.02, 0.1, 10.0, 40.0])
-def test_where_long_trials_learn_their_minimum_counts(best: float, adaptive: bool) -> None:
-    """Of either family: short trials of small teams learn nothing, long ones show a curve."""
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=adaptive)
+@pytest.mark.parametrize(
+    ("at", "towards", "sgd", "adaptive"),
+    [
+        ({0: 5.0, 1: 1.0, 2: WITHIN}, 1, 2, 1),  # the highest that learnt nearly as much
+        ({0: 5.0, 1: 1.0, 2: BEYOND}, 1, 1, 1),
+        ({0: 5.0, -1: WITHIN, -2: 1.0}, -1, -1, -2),
+        ({0: 5.0, -1: BEYOND, -2: 1.0}, -1, -2, -2),
+        ({0: WITHIN, 1: 1.0, 2: WITHIN}, 1, 0, 1),  # the initial rate, where it did so too
+        ({0: WITHIN, -1: 1.0, -2: 1.0}, -1, 0, -1),
+        ({0: 5.0, 1: 1.0, -1: WITHIN}, 0, 1, 1),
+        ({0: 5.0, 1: WITHIN, -1: 1.0}, 0, 1, -1),
+        ({0: 5.0, 1: 1.0, 2: math.inf}, 1, 1, 1),
+        ({0: math.inf, -1: 1.0, -2: 1.1}, -1, -1, -1),
+    ],
+)
+def test_sgd_takes_the_highest_rate_that_learnt_nearly_as_much_as_the_best(
+    at: dict[int, float], towards: int, sgd: int, adaptive: int
+) -> None:
+    for divides, offset in ((False, sgd), (True, adaptive)):
+        fed = Fed(search(adaptive=divides), in_second(at, towards)).all()
+        assert fed.rule.offset == offset, fed.rule.verdict
 
-    def loss(x: float) -> float:
-        if x > 8 * best:
-            return math.inf
-        return bowl(best)(x) if STAGES[rule.stage] is LONG else 2.99
 
-    said = []
-    while not rule.over:
-        c = rule.translation(rule.stage)
-        said.append(rule.close(levels_of(rule, lambda x, c=c: loss(x / c)), Level.of(3.0)))
-    assert "trials learnt next to nothing (loss 2.99, 3 before)" in said[0]
-    assert f"proposed {rule.scale:.3g} x the initial rate, long trials are best at" in said[-1]
-    assert abs(math.log2(rule.scale / best)) < 0.8
+@pytest.mark.parametrize("start", [None, math.nan, math.inf])
+def test_where_nothing_is_known_of_the_initial_weights_sgd_takes_the_best(
+    start: float | None,
+) -> None:
+    curve = in_second({0: 5.0, -1: WITHIN, -2: 1.0}, -1)
+    assert Fed(search(adaptive=False), curve, start=start).all().rule.offset == -2
+    diverged = in_second({0: math.inf, -1: 1.0, -2: 1.1}, -1)
+    assert Fed(search(adaptive=False), diverged, start=start).all().rule.offset == -1
 
 
-def test_networks_that_died_seem_best_until_a_long_trial_learns() -> None:
-    """The loss of chance at rates over four decades; long trials learn at one of them."""
-
-    def loss(x: float, stage: Stage) -> float:
-        dead = 2.3026
-        return dead - 0.5 if stage is LONG and 0.04 < x < 0.25 else dead if x > 0.25 else 2.36
-
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=False)
-    while not rule.over:
-        stage, c = STAGES[rule.stage], rule.translation(rule.stage)
-        rule.close(levels_of(rule, lambda x, c=c, s=stage: loss(x / c, s)), Level.of(2.4))
-    assert 0.03 < rule.scale < 0.3, rule.verdict
+# -- acceptance ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_an_initial_rate_that_learnt_as_much_as_the_best_stays(adaptive: bool) -> None:
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=adaptive)
+@pytest.mark.parametrize("offset", [-1, 1])
+@pytest.mark.parametrize("errors", [0.5 * SIGNIFICANT, 0.99 * SIGNIFICANT, 1.01 * SIGNIFICANT])
+def test_a_candidate_must_be_significantly_ahead_of_the_initial_rate(
+    adaptive: bool, offset: int, errors: float
+) -> None:
+    """The one that is ahead by less is the best as well."""
+    rule = search(adaptive=adaptive)
+    rule.close({arm: batches(1.0) for arm in range(3)}, batches(1.5))
+    assert rule.trial.offsets == NEAR
+    told = {0: batches(3.0), 1: batches(1.0), 2: batches(3.0)} | {1 + offset: by(errors)}
+    assert lead(told[1], told[1 + offset]) == pytest.approx(errors)
+    rule.close(told)
+    taken = errors > SIGNIFICANT
+    assert rule.scale == (STEP**offset if taken else 1.0)
+    if not taken:
+        assert rule.verdict == (
+            f"the initial rate stays: {STEP**offset:g} x the initial rate is {errors:.1f} standard "
+            f"errors ahead of it, and {SIGNIFICANT:g} are needed"
+        )
 
-    def loss(x: float) -> float:
-        if x > 1.5:
-            return math.inf
-        if STAGES[rule.stage] is COARSE:
-            return 2.99
-        return 2.0 if x > 0.2 else 1.95 if x > 0.02 else 2.5
 
-    while not rule.over:
-        c = rule.translation(rule.stage)
-        rule.close(levels_of(rule, lambda x, c=c: loss(x / c)), Level.of(3.0))
-    assert rule.scale == 1.0
-    assert "at the initial rate, which stays" in rule.verdict
+ENOUGH, LITTLE = 1.01 * SIGNIFICANT, 0.99 * SIGNIFICANT
+
+
+@pytest.mark.parametrize(
+    ("initial", "start", "taken"),
+    [
+        (by(-2 * ENOUGH), by(-ENOUGH), True),
+        (by(-2 * ENOUGH), by(-LITTLE), False),
+        # The initial rate is worse than the initial weights: it is enough not to be.
+        (by(-2 * ENOUGH), batches(1.0), True),
+        (batches(9.0), by(-LITTLE), True),
+        (batches(9.0), by(LITTLE), True),
+        (batches(9.0), by(ENOUGH), False),
+        (batches(math.nan), by(LITTLE), True),
+        (batches(math.nan), by(ENOUGH), False),
+    ],
+)
+def test_a_candidate_must_be_significantly_ahead_of_the_initial_weights(
+    initial: list[float], start: list[float], taken: bool
+) -> None:
+    rule = search()
+    rule.close({0: batches(3.0), 1: batches(2.0), 2: batches(1.9)}, start)
+    assert rule.trial.offsets == UP
+    rule.close({0: initial, 1: batches(1.0), 2: batches(9.0)})
+    assert rule.scale == (STEP if taken else 1.0)
+    assert rule.verdict.endswith("is best, but has learnt nothing") is not taken
+
+
+def test_where_the_loss_of_the_initial_weights_is_not_known_it_is_not_asked() -> None:
+    assert Fed(search(), bowl(2.0), start=0.0).all().rule.scale == 1.0
+    assert Fed(search(), bowl(2.0), start=None).all().rule.scale == STEP**2
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_noise_alone_moves_nothing_of_the_second_family(n: int) -> None:
-    """Losses just above and below the initial one, and nothing else."""
-    for seed in range(30):
-        rng = random.Random(seed)
-        rule = searched(lambda x, r=rng: 3.0 + r.gauss(0.0, 0.01) if x < 8.0 else 50.0, n=n)
-        assert rule.scale == 1.0, rule.verdict
-        assert "stays" in rule.verdict
-
-
-def test_an_initial_rate_that_diverged_is_lowered_even_if_nothing_was_learnt() -> None:
-    rng = random.Random(0)
-    rule = searched(lambda x: 3.0 + rng.gauss(0.0, 0.01) if x < 0.1 else 50.0)
-    assert rule.scale < 0.3
-
-
-def test_where_no_trial_reduces_the_loss_the_initial_rate_stays() -> None:
-    """Also for losses below zero, of which a share means nothing."""
-    for first in (3.0, -3.0):
-        rule = searched(lambda x, y=first: y + 0.2 + 0.1 * abs(math.log(x)), first=first)
-        assert rule.scale == 1.0
-        assert "stays" in rule.verdict
-
-
-def test_a_state_of_another_version_is_refused() -> None:
-    rule = RateSearch(replicas=4, total_steps=S, adaptive=True)
-    old = {k: v for k, v in rule.state_dict().items() if k != "version"}
-    with pytest.raises(ValueError, match="has version None and this version of hdet_scale reads 3"):
-        rule.check_state(old)
-
-
-def test_where_much_was_learnt_the_minimum_counts_and_nothing_is_contested() -> None:
-    rule = played(5.0, plateau(200.0))
-    assert rule.scale == pytest.approx(20.0 * rule.translation(1), rel=0.25)
-    assert not rule.contested
-    assert rule.target == pytest.approx((5.0 + 2.25) / 2, abs=0.01)
-    unknown = played(math.nan, plateau(200.0))
-    below_zero = played(-2.0, lambda x: plateau(200.0)(x) - 7.0)
-    for again in (unknown, below_zero):
-        assert again.scale == pytest.approx(rule.scale, rel=0.1)
-        assert not again.contested
-    down = played(5.0, plateau(0.5))
-    assert down.scale < 0.1
-    assert not down.contested
-    torn = played(5.0, plateau(0.02))
-    assert torn.contested, "the trial at the initial rate diverged"
-
-
-@given(st.floats(0.0, 0.3))
-def test_a_long_stage_follows_where_less_than_a_share_of_the_loss_was_removed(share: float) -> None:
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    c = rule.translation(0)
-    first = Level.of(2.25 / (1 - share))
-    long = "next to nothing" in rule.close(levels_of(rule, lambda x: plateau(40.0)(x / c)), first)
-    if abs(share - LEARNT) > 0.01:
-        assert long is (share < LEARNT)
-
-
-def test_a_state_of_another_search_is_refused_until_it_is_over() -> None:
-    rule = RateSearch(replicas=4, total_steps=S, adaptive=True)
-    other = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    with pytest.raises(ValueError, match="4 replicas and 4000 steps, and this run has 8"):
-        other.load_state_dict(rule.state_dict())
-    play(rule, bowl(0.2))
-    other.load_state_dict(rule.state_dict())
-    assert other.over
-    assert other.scale == rule.scale
-
-
-def test_a_run_that_is_too_short_checks_a_state_all_the_same() -> None:
-    """With trials of no steps at all."""
-    rule = RateSearch(replicas=4, total_steps=S, adaptive=True)
-    short = RateSearch(replicas=4, total_steps=30, adaptive=True, idle=True)
-    assert short.over
-    assert short.scale == 1.0
-    assert not short.ran
-    with pytest.raises(ValueError, match="4 replicas and 4000 steps, and this run has 4 and 30"):
-        short.check_state(rule.state_dict())
-    with pytest.raises(ValueError, match="the search is over: there is no trial"):
-        _ = short.trial
-
-
-def test_wrong_input() -> None:
-    with pytest.raises(ValueError, match="total_steps=60 leaves trials of 1 steps"):
-        RateSearch(replicas=8, total_steps=60, adaptive=True)
-    with pytest.raises(ValueError, match="at least one replica, got 0"):
-        RateSearch(replicas=0, total_steps=S, adaptive=True)
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    with pytest.raises(ValueError, match="8 levels, got 3"):
-        rule.close([Level()] * 3)
-    rule.skip()
-    with pytest.raises(ValueError, match="the search is over"):
-        rule.close([Level()] * 8)
-
-
-def test_a_cliff_is_not_taken_for_noise() -> None:
-    """Beyond the edge of stability losses are finite and huge: the proposed rate stays below."""
-
-    def loss(x: float) -> float:
-        return 2.0 + 0.1 * math.log(x / 10.0) ** 2 + (40.0 if x > 15.0 else 0.0)
-
-    rule = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    play(rule, loss)
-    assert rule.verdict.startswith("proposed")
-    assert 4.0 < rule.scale < 15.0, rule.verdict
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=40))
-def test_a_level_needs_only_a_count_and_a_sum(losses: list[float]) -> None:
-    rule, rest = RateSearch(replicas=1, total_steps=S, adaptive=True), [Level()] * 7
-    rule.seen[0] = Level.of(losses[0])
-    for loss in losses[1:]:
-        rule.index = 0
-        rule.close([Level.of(loss), *rest])
-    assert rule.seen[0].count == len(losses)
-    assert rule.seen[0].mean == pytest.approx(sum(losses) / len(losses), abs=1e-9)
-    assert all(level.mean == math.inf for level in rule.seen[1:])
-    assert Level.of(math.nan) == Level()
-
-
-@pytest.mark.parametrize(("noise", "duel"), [(0.0, False), (0.25, True)])
-def test_a_lower_rate_by_noisy_levels_is_a_duel_if_the_initial_rate_learnt_too(
-    noise: float, duel: bool
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("start", [START, math.inf, None])
+def test_where_no_trial_stays_finite_the_initial_rate_stays(
+    n: int, adaptive: bool, start: float | None
 ) -> None:
-    """The noise of trials of few examples has a minimum of its own."""
-    rng = random.Random(3)
+    fed = Fed(search(n, adaptive=adaptive), lambda *_: math.nan, start=start).all()
+    assert fed.stages == {"first": NEAR, "second": DOWN}
+    assert fed.rule.scale == 1.0
+    assert fed.rule.verdict == "the initial rate stays: no trial stayed finite"
 
-    def loss(x: float) -> float:
-        return 2.0 + 0.05 * math.log(x / 0.05) ** 2 + rng.gauss(0.0, noise)
 
-    rule = played(3.0, loss)
-    assert rule.scale < 0.4
-    assert rule.duel is rule.contested is duel
-    assert ("the levels are noisy" in rule.verdict) is duel
-    copied = RateSearch(replicas=8, total_steps=S, adaptive=True)
-    copied.load_state_dict(json.loads(json.dumps(rule.state_dict())))
-    assert copied.duel is duel
-    rule.settle()
-    assert (rule.scale == 1.0) is duel
-    torn = played(3.0, lambda x: loss(x) + (9.0 if x > 0.2 else 0.0))
-    assert not torn.duel, "the trial at the initial rate diverged"
-    up = played(3.0, lambda x: loss(x / 1000))
-    assert not up.contested
+@pytest.mark.parametrize("n", SIZES)
+def test_rates_without_a_loss_count_as_diverged(n: int) -> None:
+    """Of a script that gives neither a probe nor training losses."""
+    rule = search(n)
+    while not rule.over:
+        rule.close({})
+    assert rule.scale == 1.0
+    assert all(arm.mean == math.inf for arm in rule.arms)
+    assert [arm.offset for arm in rule.arms] == [*NEAR, *DOWN]
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(
+    ("head", "stays"),
+    [
+        (1.0, True),  # as good as the candidate
+        (0.5, True),
+        (1.5, False),
+        (math.inf, False),
+        (math.nan, False),
+        (None, False),  # one replica has no head start
+    ],
+)
+def test_an_initial_rate_that_diverged_stays_where_its_quarter_is_as_good(
+    head: float | None, stays: bool, adaptive: bool
+) -> None:
+    at = {0: math.inf, -1: 1.0, -2: 2.0}
+    fed = Fed(search(adaptive=adaptive), in_second(at, -1), head=head, noise=0.0).all()
+    assert fed.rule.scale == (1.0 if stays else 1 / STEP)
+    assert ("it diverged in its trial" in fed.rule.verdict) is stays
+    finite = Fed(search(adaptive=adaptive), in_second(at | {0: 5.0}, -1), head=head, noise=0.0)
+    assert finite.all().rule.scale == 1 / STEP, "only where the initial rate diverged"
+
+
+def test_what_goes_on_at_less_than_a_quarter_says_nothing_of_the_initial_rate() -> None:
+    """Below the initial rate the second stage has a lower head start."""
+    curve = in_second({0: math.inf, -1: 1.0, -2: 2.0}, -1)
+    for quarter, lower, scale in ((1.5, 1.0, 1 / STEP), (1.0, 1.5, 1.0), (1.0, math.nan, 1.0)):
+        head = {HEAD_START: quarter, HEAD_START / STEP: lower}
+        assert Fed(search(), curve, head=head, noise=0.0).all().rule.scale == scale
+
+
+# -- passes over the data -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_over_many_passes_no_higher_rate_is_tried(n: int, adaptive: bool) -> None:
+    for passes, higher in ((None, True), (PASSES, True), (1.01 * PASSES, False)):
+        rule = search(n, adaptive=adaptive, passes=passes)
+        fed = Fed(rule, bowl(2.0)).all()
+        tried = {arm.offset for arm in fed.rule.arms}
+        assert tried == ({-1, 0, 1, 2} if higher else {-1, 0})
+        assert fed.rule.scale == (STEP**2 if higher else 1.0)
+    lower = Fed(search(n, adaptive=adaptive, passes=2 * PASSES), bowl(-2.0)).all()
+    assert lower.stages == {"first": (-1, 0), "second": DOWN}
+    assert lower.rule.scale == STEP**-2
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_second_stage_with_more_rates_than_the_first_is_no_longer_than_said(n: int) -> None:
+    """Two rates in the first stage and three in the second: their rounds divide the steps of a
+    stage into other parts."""
+    for total in range(S, S + 150):
+        fed = Fed(search(n, total, passes=2 * PASSES), lambda *_: math.nan)
+        while not fed.rule.over:
+            fed.one()
+        assert fed.stages == {"first": (-1, 0), "second": DOWN}
+        assert fed.rule.steps <= fed.rule.longest, total
+
+
+# -- the head start -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("best", [-2, 0.5, 2])
+def test_the_head_start_is_lower_where_the_second_stage_looks_below(n: int, best: float) -> None:
+    fed = Fed(search(n), bowl(best)).all()
+    assert {trial.stage for trial in fed.trials} == set(SHARES)
+    for trial in fed.trials:
+        lower = trial.stage == "second" and best < 0
+        assert trial.head == (HEAD_START / STEP if lower else HEAD_START)
+        assert trial.goes_on(0) is (n > 1)
+        assert n == 1 or trial.multiplier(0) == trial.head
+
+
+@pytest.mark.parametrize(
+    ("best", "head", "start", "keeps"),
+    [
+        (0, 5.0, START, True),
+        (1, 5.0, START, True),
+        (2, 5.0, START, True),
+        (-1, 5.0, START, True),
+        (-2, 0.1, START, False),  # its rate was above the one that is taken
+        (0, START, START, True),  # not worse than the initial weights
+        (0, START + 1.0, START, False),
+        (0, 5.0, None, True),
+        (0, math.inf, START, False),
+        (0, math.nan, None, False),
+        (0, math.inf, math.inf, False),
+        (0, None, START, False),  # one replica
+        (-1, None, START, False),
+    ],
+)
+def test_a_head_start_is_kept_if_it_is_not_above_the_rate_and_no_worse_than_the_start(
+    best: int, head: float | None, start: float | None, keeps: bool
+) -> None:
+    fed = Fed(search(), bowl(best), head=head, start=start, noise=0.0).all()
+    assert fed.rule.scale == STEP**best
+    assert (fed.rule.scale >= fed.trials[-1].head) is (best > -2)
+    assert fed.rule.keeps_head_start is keeps
+
+
+def test_the_head_start_is_judged_by_its_last_losses() -> None:
+    rule = search()
+    rule.close({arm: batches(1.0) for arm in range(3)}, batches(START), batches(math.inf))
+    assert not rule.keeps_head_start
+    rule.close({arm: batches(1.0) for arm in range(3)}, batches(0.0), batches(1.0))
+    assert rule.start == tuple(batches(START)), "the first ones that were given"
+    assert rule.keeps_head_start
+
+
+# -- state --------------------------------------------------------------------------------------
+
+CURVES: dict[str, tuple[Curve, dict[str, Any]]] = {
+    "right": (bowl(0.0), {"head": 5.0}),
+    "flat": (lambda *_: 1.0, {"head": 5.0}),
+    "up": (bowl(2.0), {"head": 5.0}),
+    "down, start unknown": (bowl(-2.0), {"start": None}),
+    "diverged": (
+        in_second({0: math.nan, -1: 1.0, -2: 2.0}, -1),
+        {"head": {HEAD_START: 1.0, HEAD_START / STEP: math.inf}},
+    ),
+    "down, head start kept": (bowl(-1.0), {"head": 5.0}),
+    "nothing finite": (lambda *_: math.inf, {"start": math.nan, "head": math.nan}),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", CURVES)
+def test_a_search_that_is_resumed_after_any_round_ends_the_same(name: str, n: int) -> None:
+    curve, options = CURVES[name]
+    whole = Fed(search(n), curve, **options).all()
+    for ended in range(len(whole.trials) + 1):
+        first = Fed(search(n), curve, **options)
+        for _ in range(ended):
+            first.one()
+        for through in (copy.deepcopy, lambda state: json.loads(json.dumps(state))):
+            saved = through(first.rule.state_dict())
+            text = json.dumps(saved)
+            second = Fed(search(n), curve, **options)
+            second.rule.load_state_dict(saved)
+            assert json.dumps(second.rule.state_dict()) == text
+            second.trials, second.said = list(first.trials), list(first.said)
+            second.all()
+            assert (second.trials, second.said) == (whole.trials, whole.said)
+            # As text: a loss that is not a number equals nothing, itself included.
+            assert json.dumps(second.rule.state_dict()) == json.dumps(whole.rule.state_dict())
+            assert second.rule.scale == whole.rule.scale
+            assert second.rule.keeps_head_start is whole.rule.keeps_head_start
+            assert json.dumps(saved) == text, "a state that is loaded stays as it was"
+
+
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_resumed_search_keeps_the_law_that_it_began_with(n: int, ended: int) -> None:
+    """Another version of the code may have another law."""
+    fed = Fed(search(n), bowl(2.0))
+    for _ in range(ended):
+        fed.one()
+    laws = {"first": 0.3, "second": 0.7}
+    again = Fed(search(n), bowl(2.0))
+    again.rule.load_state_dict(fed.rule.state_dict() | {"laws": laws})
+    again.trials = list(fed.trials)
+    again.all()
+    assert {trial.stage for trial in again.trials[ended:]} >= {"second"}
+    assert all(trial.translation == laws[trial.stage] for trial in again.trials[ended:])
+    assert again.rule.state_dict()["laws"] == laws
+    assert again.rule.scale == STEP**2
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [SEARCH_VERSION - 1, SEARCH_VERSION + 1, None, "5"])
+def test_a_state_of_another_version_is_refused(version: Any) -> None:
+    for state in (search().state_dict(), Fed(search(), bowl(1.0)).all().rule.state_dict()):
+        rule = search()
+        before = rule.state_dict()
+        with pytest.raises(ValueError, match=f"has version {version!r} and .* {SEARCH_VERSION}:"):
+            rule.load_state_dict(state | {"version": version})
+        assert rule.state_dict() == before
+
+
+@pytest.mark.parametrize(("n", "total"), [(4, S), (8, S + 1), (1, 5000)])
+def test_a_search_under_way_is_refused_by_other_replicas_or_another_length(
+    n: int, total: int
+) -> None:
+    fed = Fed(search(), bowl(1.0))
+    fed.one()
+    for rule in (search(n, total), search(n, total, idle=True)):
+        before = rule.state_dict()
+        with pytest.raises(ValueError, match=f"8 replicas and {S} .* has {n} and {total}: resume"):
+            rule.load_state_dict(fed.rule.state_dict())
+        assert rule.state_dict() == before
+    fed.all()
+    for rule in (search(n, total), search(n, 1, idle=True)):
+        rule.load_state_dict(fed.rule.state_dict())
+        assert (rule.over, rule.ran, rule.scale) == (True, True, STEP)
+        assert rule.verdict == fed.rule.verdict
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("least", [1, 4, 5, 7, LEAST_STEPS, 100])
+def test_a_run_that_is_too_short_is_refused(n: int, least: int) -> None:
+    with short_trials(least):
+        enough = RateSearch.least_steps(n)
+        with pytest.raises(ValueError, match=f"total_steps={enough - 1} .* {n} .* {enough} steps"):
+            search(n, enough - 1)
+        rule = search(n, enough)
+        assert (rule.trial.stage, rule.trial.steps) == ("second", least)
+        assert rule.longest <= sum(SHARES.values()) * enough
+    assert not search(n, enough - 1, idle=True).ran
+
+
+def test_a_search_needs_a_replica() -> None:
+    with pytest.raises(ValueError, match="at least one replica, got 0"):
+        search(0)
+
+
+def test_a_search_that_is_over_takes_no_losses() -> None:
+    rule = Fed(search(), bowl(0.0)).all().rule
+    before = rule.state_dict()
+    with pytest.raises(ValueError, match="the search is over"):
+        rule.close({0: [1.0]})
+    assert rule.state_dict() == before
+
+
+def test_a_search_that_is_skipped_leaves_the_initial_rate() -> None:
+    fed = Fed(search(), bowl(2.0), head=0.5)
+    fed.one()
+    fed.rule.skip()
+    for none in (fed.rule, search(8, 1, idle=True)):
+        assert (none.over, none.ran, none.scale) == (True, False, 1.0)
+        assert not none.keeps_head_start
+        assert none.verdict == "no search was run"
+        with pytest.raises(ValueError, match="the search is over"):
+            _ = none.trial
+
+
+# -- whatever the losses are --------------------------------------------------------------------
+
+SEVERAL = st.sampled_from([0.5, 1.0, 1.5, 2.0, 40.0, math.inf, math.nan])
+
+
+@settings(max_examples=400)
+@given(
+    data=st.data(),
+    n=st.integers(1, 20) | st.just(64),
+    total=st.integers(1, 20_000),
+    count=st.integers(1, 4),
+    adaptive=st.booleans(),
+    passes=st.sampled_from([None, PASSES + 1]),
+    one=st.sampled_from([SEVERAL, st.floats(width=32)]),
+)
+def test_whatever_the_losses_are_a_search_ends_in_time_at_a_rate_that_was_tried(
+    data: st.DataObject,
+    n: int,
+    total: int,
+    count: int,
+    adaptive: bool,
+    passes: float | None,
+    one: st.SearchStrategy[float],
+) -> None:
+    """Any number that a loss in single precision can be, and those that are not finite."""
+    total = max(total, RateSearch.least_steps(n))
+    rule = search(n, total, adaptive=adaptive, passes=passes)
+    losses = st.lists(one, min_size=count, max_size=count)
+    start, head = data.draw(losses | st.just([])), data.draw(losses | st.just([]))
+    while not rule.over:
+        assert rule.trial.steps >= LEAST_STEPS
+        head_rate = rule.trial.head
+        rule.close({arm: data.draw(losses) for arm in rule.trial.arms()}, start, head)
+    assert rule.steps <= rule.longest <= sum(SHARES.values()) * total
+    last = {arm.offset: arm.losses for arm in rule.arms if arm.stage == rule.arms[-1].stage}
+    assert rule.offset in last
+    assert rule.scale == STEP**rule.offset
+    better = {x for x in last if x and ahead(last[x], last[0])}
+    assert rule.offset in better | {0}, "a rate that is not ahead is never taken"
+    if not better:
+        assert rule.scale == 1.0
+    assert passes is None or rule.scale <= 1.0
+    if rule.keeps_head_start:
+        assert rule.scale >= head_rate
+        assert all(map(math.isfinite, rule.head))
+
+
+@given(st.floats(width=32), st.integers(1, 8), st.floats(width=32) | st.none(), st.booleans())
+def test_equal_losses_leave_the_initial_rate(
+    loss: float, count: int, before: float | None, adaptive: bool
+) -> None:
+    rule = search(adaptive=adaptive)
+    while not rule.over:
+        told = {arm: [loss] * count for arm in rule.trial.arms()}
+        rule.close(told, [] if before is None else [before] * count)
+    assert (rule.scale, rule.offset) == (1.0, 0)
+
+
+def test_noise_alone_moves_the_initial_rate_no_more_often_than_two_tests_do() -> None:
+    """Equal rates, with what makes a batch hard 30 times as large as the noise of a trial; two
+    other rates may be ahead. Two standard deviations of the count more are chance."""
+    rng = numpy.random.default_rng(0)
+    pairs = rng.standard_normal((4000, 2, BATCHES)).tolist()
+    one = sum(ahead(a, b) for a, b in pairs) / len(pairs)
+    searches = 500
+    for adaptive in (True, False):
+        moved = [
+            Fed(search(adaptive=adaptive), lambda *_: 1.0, noise=0.01, seed=seed).all().rule.offset
+            for seed in range(searches)
+        ]
+        rate = sum(map(bool, moved)) / searches
+        assert rate <= 2 * one + 2 * math.sqrt(2 * one / searches)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet_scale.search.law import BATCH, EXTRA, TURN, translation
+from hdet_scale.search.constants import BATCH, EXTRA, TURN
+from hdet_scale.search.law import translation
 
 ratios = st.floats(1, 1e6)
 steps = st.integers(1, 10**9)
@@ -53,13 +54,19 @@ def test_a_trial_that_is_the_run_needs_no_translation(length: int, adaptive: boo
 
 
 def test_values() -> None:
+    assert translation(8, 300, 300) == pytest.approx(8**BATCH)
+    assert translation(8, 300, 300, adaptive=False) == pytest.approx(64**BATCH)
+    # At h = TURN half of EXTRA is left, at 3 TURN a quarter, at 9 TURN a tenth.
+    half, quarter, tenth = (1 + EXTRA / n for n in (2, 4, 10))
+    assert translation(1, TURN, 3 * TURN) == pytest.approx(quarter / half)
+    assert translation(1, 3 * TURN, 9 * TURN) == pytest.approx(tenth / quarter)
+    assert translation(8, TURN, 9 * TURN) == pytest.approx(8**BATCH * tenth / half)
+    assert translation(8, TURN, 9 * TURN, adaptive=False) == pytest.approx(64**BATCH * tenth / half)
+
+
+def test_the_fit() -> None:
+    """In octaves, of the runs that the constants were fitted to."""
     assert (BATCH, EXTRA, TURN) == (1 / 3, 2, 300)
-    assert translation(8, 300, 300) == pytest.approx(2)
-    assert translation(8, 300, 300, adaptive=False) == pytest.approx(4)
-    # g(h) = 2 at 300 steps, 1.5 at 900, 1.2 at 2,700
-    assert translation(1, 300, 900) == pytest.approx(0.75)
-    assert translation(1, 900, 2700) == pytest.approx(0.8)
-    assert translation(8, 300, 2700) == pytest.approx(1.2)
     assert math.log2(translation(1, 20, 800)) == pytest.approx(-0.90, abs=0.01)
     assert math.log2(translation(1, 5000, 100_000)) == pytest.approx(-0.14, abs=0.01)
 

@@ -67,14 +67,13 @@ def test_replicas_of_equal_weights_split_a_probe() -> None:
         return float(batch)
 
     probe = Probe(common_batches(iter(range(8)), loss, count=8), limit=8)
-    drawn = [probe(part, 4) for part in range(4)]
-    assert drawn == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]
+    drawn = [probe.parts(part, 4) for part in range(4)]
+    assert drawn == [{k: float(k), k + 4: k + 4.0} for k in range(4)]
     assert len(seen) == 8
     assert probe() == [float(i) for i in range(8)]
-    assert probe(9, 64) == [1.0], "never less than a batch each"
+    assert probe.parts(9, 64) == {1: 1.0}, "never less than a batch each"
     few = Probe(common_batches(iter(range(3)), loss, count=3), limit=16)
-    assert [few(part, 9) for part in (2, 3)] == [[2.0], [0.0, 1.0, 2.0]], "never nothing"
-    assert [few.parts(part, 9) for part in (2, 3)] == [{2: 2.0}, {}], "and never one twice"
+    assert [few.parts(part, 9) for part in (2, 3)] == [{2: 2.0}, {}], "never one twice"
     assert [probe.parts(part, 4) for part in (1, 5)] == [{1: 1.0, 5: 5.0}] * 2
     whole = Probe(lambda: iter([1.0, 2.0]))
-    assert whole(1, 2) == [1.0, 2.0], "a callable that cannot split"
+    assert whole.parts(1, 2) == {0: 1.0, 1: 2.0}, "a callable that cannot split"

@@ -10,10 +10,12 @@ from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch.optim.lr_scheduler import LambdaLR
 
 from hdet_scale import AutoLR, HDETConfig
+from hdet_scale.search.constants import STEP
 from tests.support.toy import batch, parameters, same, toy
-from tests.support.trials import without_long_stage
 
 S = 4000
+BATCHES, MERGED = 16, 8
+"""Of the probe, each of so many batches of training."""
 
 
 class Run:
@@ -31,9 +33,9 @@ class Run:
 
     def probe(self) -> list[float]:
         self.optimizer.eval()
-        drawn = [self.loss_of(10_000 + i) for i in range(8)]
+        drawn = [float(self.loss_of(10_000 + i)) for i in range(BATCHES * MERGED)]
         self.optimizer.train()
-        return [float(x) for x in drawn]
+        return [sum(drawn[i::BATCHES]) / MERGED for i in range(BATCHES)]
 
     def loss_of(self, index: int) -> torch.Tensor:
         x, y = batch(index, 0)
@@ -50,13 +52,13 @@ class Run:
 
     def averaged_loss(self) -> float:
         with torch.no_grad():
-            return sum(self.probe()) / 8
+            return sum(self.probe()) / BATCHES
 
 
-@pytest.mark.parametrize("kind", [AdamWScheduleFree, SGDScheduleFree])
-@without_long_stage
-def test_a_search_goes_back_to_a_fresh_average_and_proposes_more(kind: Any) -> None:
-    run = Run(kind, 1e-5)
+@pytest.mark.parametrize(("kind", "lr"), [(AdamWScheduleFree, 1e-5), (SGDScheduleFree, 1e-3)])
+def test_a_search_goes_back_to_a_fresh_average_and_proposes_more(kind: Any, lr: float) -> None:
+    """From a rate that is too low by more than the two steps that a search may move it."""
+    run = Run(kind, lr)
     start = parameters(run.model)
     while run.scheduler.searching:
         run.train(run.step + 1)
@@ -66,7 +68,7 @@ def test_a_search_goes_back_to_a_fresh_average_and_proposes_more(kind: Any) -> N
     assert (group["k"], group["weight_sum"]) == (0, 0.0)
     assert group["lr_max"] <= 0.0
     rate = float(group["lr"])
-    assert rate > 10 * 1e-5, run.scheduler.verdict
+    assert rate == lr * STEP**2, run.scheduler.verdict
     # From here on it is the run of a fresh optimizer at the proposed rate.
     fresh = Run(kind, rate, rule="none")
     fresh.step = run.step
@@ -74,7 +76,7 @@ def test_a_search_goes_back_to_a_fresh_average_and_proposes_more(kind: Any) -> N
         run.train(until)
         fresh.train(until)
         assert same(parameters(run.model), parameters(fresh.model))
-    low = Run(kind, 1e-5, rule="none")
+    low = Run(kind, lr, rule="none")
     run.train(run.step + 500)
     low.train(500)
     assert run.averaged_loss() < 0.8 * low.averaged_loss()

@@ -1,4 +1,5 @@
-"""Snapshots: weights, buffers, optimizer state, options and loss scale go back to the bit."""
+"""Snapshots: weights, buffers, optimizer state, options and loss scale go back to the bit, and
+`adopt` gives all replicas those of the first."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from hdet_scale import FusedAdamW, FusedLion, FusedSGD
 from hdet_scale.engines.protocol import Engine
+from hdet_scale.engines.replica_state import adopt
 from hdet_scale.search.snapshot import Snapshot
+from hdet_scale.topology import Replicas
+from tests.support.fleet import Fleet
 from tests.support.toy import batch, bits, learn, parameters, same, toy
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -96,9 +100,7 @@ def test_a_run_goes_back_and_continues_bit_for_bit(
     for each in (run, plain):
         each.train(0, at)
     before = run.everything()
-    snapshot = Snapshot(run.engine)
-    if how == "on the host":
-        snapshot.to_host()
+    snapshot = Snapshot(run.engine, host=how == "on the host")
     if how == "from a file":
         file = io.BytesIO()
         torch.save(snapshot.state_dict(), file)
@@ -182,3 +184,135 @@ def test_an_empty_entry_of_the_optimizers_state_is_a_fresh_start(kind: str) -> N
         learn(model, optimizer, step, 0)
         learn(fresh, other, step, 0)
     assert same(parameters(model), parameters(fresh))
+
+
+def test_a_snapshot_on_the_host_shares_no_memory_with_the_run() -> None:
+    run = Run("adamw")
+    run.train(0, 2)
+    kept = Snapshot(run.engine, host=True)
+    tensors = [*kept.tensors, *(v for state in kept.state if state for v in state.values())]
+    live = [*run.model.state_dict().values()]
+    live += [v for state in run.optimizer.state.values() for v in state.values()]
+    assert len(tensors) == len(live)
+    assert all(t.device.type == "cpu" for t in tensors)
+    assert {t.data_ptr() for t in tensors}.isdisjoint(t.data_ptr() for t in live)
+
+
+# -- adopt --------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A convolution whose weight is not contiguous, BatchNorm, a scalar and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(4)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.norm(self.conv(x).mean((2, 3)))
+        return (self.gain * pooled).square().sum() + self.empty.sum()
+
+
+ADOPTED = OPTIMIZERS | {
+    "torch's fused adamw": lambda p: AdamW(p, lr=0.01, fused=True),
+    "torch's fused sgd": lambda p: SGD(p, lr=0.01, momentum=0.9, fused=True),
+}
+
+
+class Replica:
+    """One replica of three: weights, steps, options and loss scale of its own."""
+
+    def __init__(self, rank: int, kind: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(rank)
+        self.dtype, self.model = dtype, Mixed().to(dtype)
+        self.optimizer = ADOPTED[kind](self.model.parameters())
+        self.engine = Scaled(self.optimizer, self.model, Replicas.world())
+        self.engine.scale = 2.0**rank
+        (group,) = self.optimizer.param_groups
+        group.update({"lr": 0.01 * (1 + rank), "counted": rank, "weights": torch.full((2,), rank)})
+        if rank:
+            group["own"] = rank
+
+    def train(self, steps: int, rank: int) -> None:
+        for step in range(steps):
+            g = torch.Generator().manual_seed(97 * step + rank)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(5, 3, 4, 4, generator=g).to(self.dtype)).backward()
+            self.optimizer.step()
+
+    def everything(self) -> Any:
+        """All that a step reads but the learning rate."""
+        options = [
+            {k: v for k, v in group.items() if k not in ("params", "lr")}
+            for group in self.optimizer.param_groups
+        ]
+        states = [
+            dict(sorted((self.optimizer.state.get(p) or {}).items()))
+            for p in self.model.parameters()
+        ]
+        return bits(_readable([self.model.state_dict(), states, options, self.engine.scale]))
+
+
+def _adopts(
+    rank: int, size: int, kind: str, dtype: torch.dtype, steps: list[int], back: bool
+) -> Any:
+    """Everything before, after, and three common steps later; and the learning rate after.
+
+    `back`: all but the first return to their snapshot before, as at the end of a trial.
+    """
+    replica = Replica(rank, kind, dtype)
+    snapshot = Snapshot(replica.engine)
+    strides = replica.model.conv.weight.stride()
+    assert not replica.model.conv.weight.is_contiguous()
+    replica.train(steps[rank], rank)
+    if back and rank:
+        snapshot.restore()
+    before = replica.everything()
+    held = [p.data_ptr() for p in replica.model.parameters()]
+    adopt(replica.engine)
+    after, (group,) = replica.everything(), replica.optimizer.param_groups
+    assert [p.data_ptr() for p in replica.model.parameters()] == held, "written in place"
+    assert replica.model.conv.weight.stride() == strides
+    rate, group["lr"] = group["lr"], 0.02
+    replica.train(3, 9)
+    return before, after, replica.everything(), rate
+
+
+@pytest.mark.parametrize(
+    ("steps", "back"),
+    [([4, 2, 0], False), ([0, 3, 1], False), ([4, 2, 3], True)],
+    ids=["one is fresh", "the first is", "the others went back"],
+)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in ADOPTED),
+        *((kind, torch.bfloat16) for kind in MASTERS),
+    ],
+    ids=str,
+)
+def test_all_replicas_adopt_the_first_bit_for_bit(
+    trio: Fleet, kind: str, dtype: torch.dtype, steps: list[int], back: bool
+) -> None:
+    """A replica that skipped its steps has no optimizer state, and the first may have none. One
+    that went back may have listed the state of its trial: a fused optimizer went on with that."""
+    first, *others = trio.run(_adopts, kind, dtype, steps, back)
+    before, after, later, _ = first
+    assert after == before, "the first stays as it is"
+    assert later != after
+    for rank, (own, adopted, continued, rate) in enumerate(others, start=1):
+        assert own != before
+        assert adopted == before
+        assert continued == later
+        assert rate == 0.01 * (1 + rank), "the learning rate is the schedule's"
+
+
+def test_a_single_replica_has_nothing_to_adopt() -> None:
+    run = Run("adamw")
+    run.train(0, 2)
+    before = run.everything()
+    adopt(run.engine)
+    assert run.everything() == before

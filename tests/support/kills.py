@@ -33,6 +33,7 @@ LAYOUTS = {
     "deepspeed": ("deepspeed", 2, {"replicas": 2}),
     "ddp auto": ("ddp", 2, {"replicas": "auto", "rule": "auto"}),
     "fsdp auto": ("fsdp", 4, {"replicas": 2, "rule": "auto"}),
+    "deepspeed auto": ("deepspeed", 2, {"replicas": 2, "rule": "auto"}),
 }
 RUN_SECONDS = 600
 
@@ -142,8 +143,8 @@ def story(run: Path) -> list[dict[str, Any]]:
 
 
 def doubles(run: Path) -> int:
-    """Steps and records that are there more than once."""
-    keys = [(line["kind"], line["step"]) for line in story(run)]
+    """Steps and records that are there more than once; trials side by side end at one step."""
+    keys = [(line["kind"], line["step"], line.get("trial")) for line in story(run)]
     return len(keys) - len(set(keys))
 
 

@@ -36,18 +36,22 @@ def a_round(step: int, *, probed: bool = False) -> RoundRecord:
     )
 
 
-def a_trial(step: int, *, trial: int = 0, stage: str = "coarse", verdict: str = "") -> TrialRecord:
-    """Of two replicas, after each 4 steps; the level of replica 1 diverged."""
+def a_trial(
+    step: int, *, trial: int = 0, stage: str = "first", verdict: str = "", diverged: bool = False
+) -> TrialRecord:
+    """After each 4 steps; one that diverged had ten times the rate."""
+    rate = 1e-2 if diverged else 1e-3
     return TrialRecord(
         stage=stage,
         trial=trial,
         step=step,
-        rates={"lr/group0": (1e-3, 4e-3), "lr/group1": (1e-4, 4e-4)},
-        losses=(2.5, math.inf),
+        rates={"lr/group0": rate, "lr/group1": rate / 10},
+        loss=math.inf if diverged else 2.5,
+        error=math.inf if diverged else 0.1,
+        losses=(2.4, math.nan) if diverged else (2.4, 2.6),
         translation=0.5,
         verdict=verdict,
-        probe_losses=(2.4, 2.6),
-        probe_seconds=0.02,
+        seconds=0.02,
     )
 
 
@@ -67,14 +71,14 @@ def a_search(
 
 
 def an_evaluation(step: int) -> EvaluationRecord:
-    """One batch was not finite, and the run restarts."""
+    """One batch was not finite, and the weights go back to those of the lowest loss."""
     return EvaluationRecord(
         step=step,
-        loss=math.nan,
+        loss=math.inf,
         losses=(2.0, math.nan),
         scale=2.5,
         rates={"lr/group0": 1e-3, "lr/group1": 1e-4},
         restart=True,
-        verdict="the run restarts",
+        verdict="the rate is divided by 10, and the weights go back",
         seconds=0.03,
     )

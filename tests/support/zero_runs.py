@@ -150,18 +150,18 @@ def warm_up(rank: int, size: int) -> str:
     return str(deepspeed.__version__)
 
 
-def common(run: Run) -> Any:
-    """Losses of four batches that all ranks have in common, for a probe."""
+def common(run: Run, batches: int = 16) -> Any:
+    """Losses of batches that all ranks have in common, for a probe."""
 
     def losses() -> Any:
-        for i in range(4):
+        for i in range(batches):
             yield loss_of(run.engine.module, batch(10_000 + i, 0, 0), run.dtype)
 
     return losses
 
 
 def held(run: Run) -> list[Tensor]:
-    """What going back to a snapshot must restore on this rank."""
+    """What going back to a snapshot must restore on this rank, and adopting make equal."""
     own = run.engine.partitions
     return [t.detach().clone() for t in own.masters() + own.moments()]
 

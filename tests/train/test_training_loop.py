@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hdet_scale.runs.search_log import steps_of_search
 from hdet_scale.search.decision import RateSearch
 from hdet_scale.train import training_loop
 from hdet_scale.train.command import parse
+from hdet_scale.train.saving import newest_checkpoint
 from hdet_scale.train.workers import Refused
 from tests.support import kills
 
@@ -22,21 +24,22 @@ pytestmark = pytest.mark.slow
 STEPS = 100
 
 
-def broken_and_resumed(home: Path, layout: str) -> Path:
-    """A run that SIGTERM and then SIGKILL have ended, and that was resumed to its end."""
-    words = [*kills.command(home, layout, "broken", STEPS), "--resume"]
+def broken_and_resumed(words: list[str], run: Path) -> int:
+    """SIGTERM and then SIGKILL end a run, and it is resumed to its end; its step at the kill."""
     assert kills.break_off(words, signal.SIGTERM, heard=2, pause=0) == 143
-    told = [line["text"] for line in kills.lines(home / "broken") if line["kind"] == "event"]
+    told = [line["text"] for line in kills.lines(run) if line["kind"] == "event"]
     assert told[-1].startswith("stopped by SIGTERM after step")
     assert kills.break_off(words, signal.SIGKILL, heard=7, pause=0.02) == -signal.SIGKILL
+    reached = kills.reached(run)
     kills.finish(words)
-    return home / "broken"
+    return reached
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: str) -> None:
     said = kills.finish(kills.command(tmp_path, layout, "whole", STEPS))
-    broken = broken_and_resumed(tmp_path, layout)
+    broken = tmp_path / "broken"
+    broken_and_resumed([*kills.command(tmp_path, layout, "broken", STEPS), "--resume"], broken)
     assert kills.story(broken) == kills.story(tmp_path / "whole")
     assert kills.doubles(broken) == 0
     assert [line["kind"] for line in kills.lines(broken)].count("resume") == 2
@@ -48,18 +51,41 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: st
     assert whole == {"log.jsonl", *(f"step-{s:08d}" for s in [*range(8, STEPS, 8), STEPS])}
 
 
-def test_a_search_on_shards_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    """At the resume the probe must neither use the fresh weights nor leave them in the model."""
-    rule = RateSearch(replicas=2, total_steps=1720, adaptive=True)
-    end = ["--stop-at", str(rule.longest + 10)]
-    kills.finish([*kills.command(tmp_path, "fsdp auto", "whole", 1720), *end])
-    words = [*kills.command(tmp_path, "fsdp auto", "broken", 1720), "--resume", *end]
-    assert kills.break_off(words, signal.SIGKILL, heard=12, pause=0) == -signal.SIGKILL
-    search = steps_of_search(read(tmp_path / "whole"))
-    assert kills.reached(tmp_path / "broken") < search
-    assert search in (rule.budget, rule.longest)
-    kills.finish(words)
-    assert kills.story(tmp_path / "broken") == kills.story(tmp_path / "whole")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp auto",
+        "fsdp auto",
+        pytest.param(
+            "deepspeed auto",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+            ),
+        ),
+    ],
+)
+def test_a_search_that_is_ended_goes_on_as_if_it_had_not(tmp_path: Path, layout: str) -> None:
+    """At the resume the probe must neither use the fresh weights nor leave them in the model. On
+    DDP and FSDP2 a checkpoint in a trial has each rank's own state, so that SIGTERM loses nothing;
+    on DeepSpeed the trial starts again, and the run is killed, to go on from the end of one."""
+    # Long enough to be ended in time, and from a rate that is too low, so that both stages are run.
+    total, broken = 3 * RateSearch.least_steps(2), tmp_path / "broken"
+    rule = RateSearch(replicas=2, total_steps=total, adaptive=True)
+    end = ["--stop-at", str(rule.longest + 10), "--lr", "1e-5"]
+    kills.finish([*kills.command(tmp_path, layout, "whole", total), *end])
+    assert steps_of_search(read(tmp_path / "whole")) == rule.longest
+    words = [*kills.command(tmp_path, layout, "broken", total), "--resume", *end]
+    if layout == "deepspeed auto":
+        assert kills.break_off(words, signal.SIGKILL, heard=8, pause=0) == -signal.SIGKILL
+        kept, reached = newest_checkpoint(broken), kills.reached(broken)
+        assert kept is not None
+        assert int(kept.name.removeprefix("step-")) in range(rule.trial.steps, rule.longest)
+        kills.finish(words)
+    else:
+        reached = broken_and_resumed(words, broken)
+    assert reached < rule.longest
+    assert kills.story(broken) == kills.story(tmp_path / "whole")
+    assert kills.doubles(broken) == 0
 
 
 def test_a_replayed_run_has_the_schedule_and_no_diverged_replicas(tmp_path: Path) -> None:
