@@ -4,14 +4,16 @@ step         hdet/loss                 hdet/base_lr/group0      hdet/tokens_per_
 round        hdet/base_lr/group0       hdet/replica3/lr         hdet/converge_seconds
              hdet/velocity/group0      hdet/replica3/loss       hdet/wire_bytes
              hdet/slope/group0         hdet/quarantined
-trial        hdet/trial/replica3/lr    hdet/trial/replica3/loss hdet/trial/translation
+trial        hdet/trial3/lr            hdet/trial3/loss         hdet/trial3/translation
+                                       hdet/trial3/error
 search       hdet/search/initial_lr/group0   hdet/search/taken_lr/group0
              hdet/search/trials        hdet/search/completed
 evaluation   hdet/held_out             hdet/base_lr/group0      hdet/evaluation_seconds
              hdet/scale                hdet/restart
 
 The second param group: hdet/base_lr/group1, hdet/replica3/lr/group1. A number that is not finite
-is left out.
+is left out. Trials have keys of their own by their index: several end at the same step, and W&B
+keeps one value of a key for each step.
 """
 
 from __future__ import annotations
@@ -107,8 +109,10 @@ def record_scalars(record: Record) -> dict[str, float]:
     if isinstance(record, RoundRecord):
         scalars = _round(record)
     elif isinstance(record, TrialRecord):
-        scalars = _replicas("trial/", record.rates, record.losses)
-        scalars["hdet/trial/translation"] = record.translation
+        at = f"hdet/trial{record.trial}"
+        scalars = {f"{at}/{_short(name)}": rate for name, rate in record.rates.items()}
+        scalars |= {f"{at}/loss": record.loss, f"{at}/error": record.error}
+        scalars[f"{at}/translation"] = record.translation
     elif isinstance(record, SearchRecord):
         scalars = {_key("search/initial_", name): rate for name, rate in record.initial.items()}
         scalars |= {_key("search/taken_", name): rate for name, rate in record.taken.items()}
@@ -138,7 +142,7 @@ def _round(record: RoundRecord) -> dict[str, float]:
     for name, value in record.probe.evidence.items() if record.probe is not None else ():
         # The name of a factor stands for the slope along it, in standard errors.
         scalars[f"hdet/slope/{_place(name)}" if name in record.bases else f"hdet/{name}"] = value
-    scalars |= _replicas("", record.values, record.losses)
+    scalars |= _replicas(record.values, record.losses)
     return scalars | {
         "hdet/converge_seconds": record.seconds,
         "hdet/wire_bytes": float(record.wire_bytes),
@@ -146,16 +150,12 @@ def _round(record: RoundRecord) -> dict[str, float]:
     }
 
 
-def _replicas(
-    prefix: str, values: Mapping[str, Sequence[float]], losses: Sequence[float]
-) -> dict[str, float]:
+def _replicas(values: Mapping[str, Sequence[float]], losses: Sequence[float]) -> dict[str, float]:
     """What each replica used, and its loss."""
     scalars: dict[str, float] = {}
     for name, row in values.items():
-        factor, _, place = name.partition("/")
-        last = "" if place in ("", "group0") else f"/{place}"
-        scalars |= {f"hdet/{prefix}replica{r}/{factor}{last}": v for r, v in enumerate(row)}
-    return scalars | {f"hdet/{prefix}replica{r}/loss": v for r, v in enumerate(losses)}
+        scalars |= {f"hdet/replica{r}/{_short(name)}": v for r, v in enumerate(row)}
+    return scalars | {f"hdet/replica{r}/loss": v for r, v in enumerate(losses)}
 
 
 def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
@@ -165,6 +165,11 @@ def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
 def _key(prefix: str, factor: str) -> str:
     kind, _, place = factor.partition("/")
     return f"hdet/{prefix}{kind}" + (f"/{place}" if place else "")
+
+
+def _short(factor: str) -> str:
+    """ "lr" of "lr/group0", "lr/group1" of "lr/group1"."""
+    return factor.removesuffix("/group0")
 
 
 def _place(factor: str) -> str:

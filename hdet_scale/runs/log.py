@@ -36,7 +36,7 @@ from hdet_scale.method.records import (
 )
 from hdet_scale.runs.boards import Board, record_scalars, step_scalars
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised when a reader of the older one would misread; new kinds and fields do not raise it."""
 FILE = "log.jsonl"
 LOCK_SECONDS = 10.0

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet_scale.runs.log import Log, read
-from hdet_scale.runs.search_log import search_of, steps_before_run
+from hdet_scale.runs.search_log import search_of, steps_of_search
 
 SCHEDULE_SCHEMA = 1
 RATE = "lr/group"
@@ -31,13 +31,13 @@ RATE = "lr/group"
 def discovered(log: Log) -> dict[str, Any]:
     """The schedule of a run: for every factor the base of every step.
 
-    The steps of a search are left out, and so are those before a restart: the replicas went back to
-    their snapshot, and the schedule began again.
+    The steps of a search are left out: the schedule begins after them. It goes on where the watch
+    lowers the rate, so that it has all steps since, also where the weights went back.
 
     Raises:
         ValueError: the run is still in its search, or its log has no sampled step.
     """
-    before, search = steps_before_run(log), search_of(log)
+    before, search = steps_of_search(log), search_of(log)
     if search is not None and search["taken"] is None:
         raise ValueError(
             f"{log.path} is still in its search, at step {before}: replay it when the run has begun"

@@ -173,14 +173,12 @@ def _events(log: Log) -> list[dict[str, Any]]:
             who = ", ".join(map(str, line["quarantined"]))
             text = f"replica {who} left out of the mean: a parameter or a loss was not finite"
             events.append(_event(line, "quarantine", text))
-    decided = _decided(log)
-    said = {event["text"] for event in decided}
     for line in log.events:
-        # The library logs a verdict too, as "search, step 90: VERDICT".
-        if line["text"].partition(": ")[2] not in said:
+        # What the library logs of each trial and evaluation is in their lines too.
+        if not line["text"].startswith(("search, step ", "watch, step ")):
             clamp = line["event"] == "info" and "below the floor" in line["text"]
             events.append(_event(line, "clamp" if clamp else line["event"], line["text"]))
-    return sorted([*events, *_changes(log), *decided], key=lambda e: e["step"])
+    return sorted([*events, *_changes(log), *_decided(log)], key=lambda e: e["step"])
 
 
 def _event(line: dict[str, Any], event: str, text: str) -> dict[str, Any]:

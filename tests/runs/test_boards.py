@@ -34,13 +34,12 @@ def test_the_keys_of_each_kind() -> None:
     assert record_scalars(a_round(10)) == ROUND
     probed = record_scalars(a_round(10, probed=True))
     assert probed == {**ROUND, "hdet/slope/group0": -0.5, "hdet/noise": 2.0}
-    assert record_scalars(a_trial(8)) == {
-        "hdet/trial/replica0/lr": 1e-3,
-        "hdet/trial/replica1/lr": 4e-3,
-        "hdet/trial/replica0/lr/group1": 1e-4,
-        "hdet/trial/replica1/lr/group1": 4e-4,
-        "hdet/trial/replica0/loss": 2.5,
-        "hdet/trial/translation": 0.5,
+    assert record_scalars(a_trial(8, trial=3)) == {
+        "hdet/trial3/lr": 1e-3,
+        "hdet/trial3/lr/group1": 1e-4,
+        "hdet/trial3/loss": 2.5,
+        "hdet/trial3/error": 0.1,
+        "hdet/trial3/translation": 0.5,
     }
     assert record_scalars(a_search(8)) == {
         "hdet/search/initial_lr/group0": 1e-4,

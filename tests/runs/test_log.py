@@ -137,7 +137,7 @@ def test_what_the_library_says_becomes_events(tmp_path: Path) -> None:
 
 
 def test_every_field_of_every_record_is_in_a_line_of_its_kind(tmp_path: Path) -> None:
-    records = [a_trial(8), a_search(8), an_evaluation(12), a_round(20, probed=True)]
+    records = [a_trial(8, diverged=True), a_search(8), an_evaluation(12), a_round(20, probed=True)]
     with RunLog(tmp_path) as log:
         for record in records:
             log.record(record)
@@ -147,8 +147,10 @@ def test_every_field_of_every_record_is_in_a_line_of_its_kind(tmp_path: Path) ->
     found = read(tmp_path)
     assert found.records == [*found.rounds, *found.trials, *found.searches, *found.evaluations]
     assert (found.rounds[0]["step"], found.rounds[0]["probe"]["evidence"]["noise"]) == (20, 2.0)
-    assert found.trials[0]["stage"] == "coarse"
-    assert found.trials[0]["losses"] == [2.5, None], "a level that diverged"
+    assert found.trials[0]["stage"] == "first"
+    assert found.trials[0]["rates"] == {"lr/group0": 1e-2, "lr/group1": 1e-3}
+    assert found.trials[0]["losses"] == [2.4, None]
+    assert (found.trials[0]["loss"], found.trials[0]["error"]) == (None, None), "it diverged"
     assert found.searches[0]["taken"] == {"lr/group0": 1e-3, "lr/group1": 1e-4}
     assert found.searches[0]["completed"] is True
     assert (found.evaluations[0]["loss"], found.evaluations[0]["losses"]) == (None, [2.0, None])
@@ -199,14 +201,14 @@ def test_fields_that_a_record_gains_are_written(tmp_path: Path) -> None:
     assert read(tmp_path).rounds[0]["mood"] == "calm"
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_a_log_of_an_older_schema_is_refused_and_left_as_it_is(tmp_path: Path, schema: int) -> None:
     path = tmp_path / runlog.FILE
     path.write_text(f'{{"kind":"start","step":0,"schema":{schema}}}\n')
     before = path.read_bytes()
     wanted = (
         rf"log.jsonl has schema {schema}, of an older version of hdet_scale; this version reads "
-        r"and writes schema 3: report, replay or resume that run with the version that wrote it, "
+        r"and writes schema 4: report, replay or resume that run with the version that wrote it, "
         r"or choose another folder"
     )
     with pytest.raises(ValueError, match=wanted):

@@ -19,6 +19,7 @@ from hdet_scale.method.records import ProbeRecord, RoundRecord
 from hdet_scale.runs import report
 from hdet_scale.runs.log import RunLog, read
 from hdet_scale.runs.search_log import search_of
+from hdet_scale.search.constants import STEP
 from tests.support.browser import Browser, chromium
 from tests.support.sample_records import a_search, a_trial, an_evaluation
 from tests.support.searched import searched
@@ -89,11 +90,14 @@ def _probe(index: int) -> ProbeRecord:
 
 
 def off_the_cliff(folder: Path) -> Path:
-    """The highest level of the search's coarse stage diverged, and the one below it nearly."""
+    """The highest rate of the second stage diverged nearly, and one above it, which is added."""
     path = folder / "log.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    coarse = [line for line in lines if line.get("stage") == "coarse"]
-    coarse[-1]["losses"], coarse[-2]["losses"] = [None], [1e6]
+    last = max(i for i, line in enumerate(lines) if line.get("stage") == "second")
+    rates = {name: STEP * rate for name, rate in lines[last]["rates"].items()}
+    diverged = {"rates": rates, "loss": None, "error": None, "losses": [None] * 8}
+    lines.insert(last + 1, {**lines[last], **diverged})
+    lines[last] |= {"loss": 1e6, "losses": [1e6 + i for i in range(8)], "verdict": ""}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -177,42 +181,44 @@ def test_a_search_has_its_own_figure_and_leaves_the_fan_to_the_run(
     browser: Browser, tmp_path: Path, scheme: str
 ) -> None:
     page, run = tmp_path / "report.html", tmp_path / "searched"
-    searched(run)
+    searched(run, overfits=True)
     other = a_run(tmp_path / "paper", rounds=12)
     assert report.main([str(off_the_cliff(run)), str(other), "-o", str(page)]) == 0
     browser.prefer(scheme)
     browser.open(page)
-    check_drawn(browser, ("loss", "schedule", "fan", "search"))
+    check_drawn(browser, ("loss", "schedule", "fan", "search", "watch"))
     search = search_of(read(run))
     assert search is not None
-    taken, rates = search["taken"]["lr/group0"], search["stages"][0]["rates"]["lr/group0"]
+    taken, rates = search["taken"]["lr/group0"], search["rates"]["lr/group0"]
     low, high = browser.value("FIGURES.search.plot.x")
     assert low < min(rates) < max(rates) < high
     # A million nats are above the frame, and so is what diverged.
     assert browser.value("FIGURES.search.plot.y[1]") < 100
     words = browser.value("FIGURES.search.plot.legend.map((e) => e.label).join()")
-    assert words == "coarse stage,fine stage,above the frame, or diverged"
-    assert browser.value(f"FIGURES.search.hover({max(rates)}, RUNS[0])[0][1]") == "diverged"
+    assert words == "first stage,second stage,above the frame, or diverged"
+    assert browser.value(f"FIGURES.search.hover({max(rates)}, RUNS[0])[1][1]") == "diverged"
     assert browser.value("FIGURES.fan.plot.y[1]") <= 10 * taken
     note = browser.value("document.getElementById('search').textContent")
     for stage in search["stages"]:
-        assert re.sub(r"(\d) x\b", "\\1 \u00d7", stage["verdict"]) in note
+        said = stage["verdict"][0].upper() + stage["verdict"][1:]
+        assert re.sub(r"(\d) x\b", "\\1 \u00d7", said) in note
     assert f"the search took {search['steps']} of 1,600 steps" in note
     rows = browser.value("FIGURES.search.table(RUNS[0])")
-    assert [(row[0], row[2]) for row in rows[1:9]] == [
-        ("coarse", pytest.approx(x, rel=1e-5) if x is not None else None)
-        for x in search["stages"][0]["losses"]
+    assert [tuple(row) for row in rows[1:]] == [
+        (stage["name"], *(None if x is None else pytest.approx(x, rel=1e-5) for x in row))
+        for stage in search["stages"]
+        for row in zip(stage["rates"]["lr/group0"], stage["losses"], stage["errors"], strict=True)
     ]
     browser.value("{const s = document.getElementById('run'); s.value = 1; s.onchange()}")
     check_drawn(browser)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_watch_that_restarted_the_run_has_its_own_figure(
+def test_weights_that_went_back_are_in_the_figure_of_the_watch(
     browser: Browser, tmp_path: Path, scheme: str
 ) -> None:
     page, run = tmp_path / "report.html", tmp_path / "overfits"
-    searched(run, overfits=True)
+    searched(run, overfits=True, restart_budget=0.5)
     assert report.main([str(run), "-o", str(page)]) == 0
     browser.prefer(scheme)
     browser.open(page)
@@ -228,9 +234,31 @@ def test_a_watch_that_restarted_the_run_has_its_own_figure(
     assert first["scale"] == pytest.approx(began, rel=1e-4)
     assert second["scale"] == pytest.approx(lines[back]["scale"], rel=1e-5)
     note = browser.value("document.getElementById('watch').textContent")
-    assert "The run restarted once" in note
+    told = "The rate was lowered once, and the weights went back to those of the lowest loss once"
+    assert told in note
     rows = browser.value("FIGURES.watch.table(RUNS[0])")[1:]
     assert [row[0] for row in rows] == [line["step"] for line in lines]
+
+
+def test_a_rate_that_was_lowered_in_place_is_in_the_figure_of_the_watch(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page, run = tmp_path / "report.html", tmp_path / "overfits"
+    searched(run, overfits=True)
+    assert report.main([str(run), "-o", str(page)]) == 0
+    browser.open(page)
+    check_drawn(browser, ("loss", "schedule", "fan", "search", "watch"))
+    lines = read(run).evaluations
+    moves = [i for i, line in enumerate(lines) if line["verdict"]]
+    first, *later = browser.value("FIGURES.watch.stretches(RUNS[0])")
+    assert first["xs"] == [line["step"] for line in lines[: moves[0] + 1]]
+    assert [s["xs"][0] for s in later] == [lines[i]["step"] for i in moves]
+    assert [s["scale"] for s in later] == pytest.approx(
+        [lines[i]["scale"] for i in moves], rel=1e-4
+    )
+    note = browser.value("document.getElementById('watch').textContent")
+    assert len(moves) == 1
+    assert "The rate was lowered once; the events say why" in note
 
 
 def test_a_search_under_way_or_given_up_says_so(browser: Browser, tmp_path: Path) -> None:
@@ -243,7 +271,7 @@ def test_a_search_under_way_or_given_up_says_so(browser: Browser, tmp_path: Path
     assert report.main([str(run), str(early), "-o", str(page)]) == 0
     browser.open(page)
     check_drawn(browser, ("loss", "schedule", "fan", "search"))
-    assert "under_way: a search of 9 trials" in browser.value("document.body.textContent")
+    assert "under_way: a search of 2 trials" in browser.value("document.body.textContent")
     note = "document.getElementById('search').textContent"
     assert "the search is under way, 50 steps so far" in browser.value(note)
     browser.value("{const s = document.getElementById('run'); s.value = 1; s.onchange()}")
@@ -352,19 +380,20 @@ def test_phases_of_a_rule_that_is_fed_by_a_probe(tmp_path: Path) -> None:
 
 def test_a_verdict_that_the_library_also_logs_is_one_event(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
-        log.event("info", "search, step 4: best around 3 x: fine trials are next", 4)
-        log.record(a_trial(4, verdict="best around 3 x: fine trials are next"))
-        log.record(a_trial(8, trial=1, stage="fine", verdict="proposes 3 x"))
-        log.record(a_search(8, trials=2, verdict="proposes 3 x"))
-        log.event("info", "watch, step 12: the run restarts", 12)
+        log.event("info", "search, step 8: first stage, held-out loss by rate 1: 2; next", 8)
+        log.record(a_trial(8))
+        log.record(a_trial(8, trial=1, verdict="next"))
+        log.record(a_trial(10, trial=2, stage="second", verdict="10 x"))
+        log.record(a_search(10, trials=3, verdict="10 x"))
+        log.event("warning", "watch, step 12: the rate is divided by 10", 12)
         log.record(an_evaluation(12))
         log.event("warning", "something else: as well", 12)
     events = report.collect(read(tmp_path))["events"]
     assert [(e["step"], e["event"], e["text"]) for e in events] == [
-        (4, "search", "best around 3 x: fine trials are next"),
-        (8, "search", "proposes 3 x"),
+        (8, "search", "next"),
+        (10, "search", "10 x"),
         (12, "warning", "something else: as well"),
-        (12, "watch", "the run restarts"),
+        (12, "watch", an_evaluation(12).verdict),
     ]
 
 
@@ -384,7 +413,8 @@ def test_tables_have_every_round_and_step(tmp_path: Path) -> None:
 def test_tables_of_a_search_have_every_trial_and_evaluation(tmp_path: Path) -> None:
     run, tables = tmp_path / "run", tmp_path / "tables"
     with RunLog(run) as log:
-        for record in (a_trial(4), a_trial(8, trial=1), a_search(8), an_evaluation(12)):
+        trials = (a_trial(4), a_trial(8, trial=1, diverged=True))
+        for record in (*trials, a_search(8), an_evaluation(12)):
             log.record(record)
     page = ["-o", str(tmp_path / "report.html")]
     assert report.main([str(run), *page, "--csv", str(tables)]) == 0
@@ -392,7 +422,8 @@ def test_tables_of_a_search_have_every_trial_and_evaluation(tmp_path: Path) -> N
     assert {k: len(v) for k, v in rows.items()} == {
         "rounds": 0, "steps": 0, "trials": 2, "searches": 1, "evaluations": 1,
     }  # fmt: skip
-    assert [row["rates.lr/group0.1"] for row in rows["trials"]] == ["0.004", "0.004"]
+    assert [row["rates.lr/group0"] for row in rows["trials"]] == ["0.001", "0.01"]
+    assert [row["loss"] for row in rows["trials"]] == ["2.5", ""]
     assert rows["searches"][0]["taken.lr/group0"] == "0.001"
     assert (rows["evaluations"][0]["restart"], rows["evaluations"][0]["loss"]) == ("True", "")
 

@@ -140,6 +140,20 @@ class Plot {
       });
     });
   }
+  whiskers(xs, ys, spans, { color, width = 1.4 }) {
+    this.inside((c) => {
+      c.strokeStyle = color; c.lineWidth = width;
+      c.beginPath();
+      xs.forEach((x, i) => {
+        if (!finite(ys[i]) || !finite(spans[i])) return;
+        const px = this.sx(x), ends = [this.sy(ys[i] - spans[i]), this.sy(ys[i] + spans[i])];
+        c.moveTo(px, ends[0]); c.lineTo(px, ends[1]);
+        for (const y of ends) { c.moveTo(px - 4, y); c.lineTo(px + 4, y); }
+        this.drawn += 1;
+      });
+      c.stroke();
+    });
+  }
   glyph(kind, x, y, size = 5) {
     const c = this.c;
     c.beginPath();
@@ -175,7 +189,7 @@ class Plot {
     }
   }
   search(runs, low = false) {
-    // One shade for all: searches of several runs take the same share of their steps.
+    // One shade for all runs, as wide as the longest search.
     const steps = Math.max(0, ...runs.map((run) => (run.search ? run.search.steps : 0)));
     if (!steps) return;
     this.inside((c) => {

@@ -14,7 +14,7 @@ FIGURES.fan = {
     const s = this.series(run), [, base] = baseOf(run, state.factor);
     const log = state.log.fan && !state.relative;
     let y = extent([s.low, s.high, state.relative ? [1] : base]);
-    if (log) { const used = [...s.low, ...s.high, ...base], all = (used.some((v) => v > 0) || !run.search ? used : (run.search.rates[state.factor] || []).flat()).filter((v) => v > 0), top = Math.max(...all); y = [Math.max(Math.min(...all), top * 1e-5) * 0.8, top * (run.search ? 6 : 1.3)]; }
+    if (log) { const used = [...s.low, ...s.high, ...base], all = (used.some((v) => v > 0) || !run.search ? used : run.search.rates[state.factor] || []).filter((v) => v > 0), top = Math.max(...all); y = [Math.max(Math.min(...all), top * 1e-5) * 0.8, top * (run.search ? 6 : 1.3)]; }
     else if (!state.relative) y[0] = [...s.low, ...base].some((v) => v < 0) ? y[0] : 0;
     const legend = s.rows.length && s.rows.length <= 8 ? s.rows.map((_, i) => ({ label: `replica ${i}`, color: colour(i), alpha: 0.9 })) : [];
     if (s.low.length) legend.push({ label: "lowest to highest", color: colour(0), kind: "box", alpha: 0.22 });
@@ -27,8 +27,8 @@ FIGURES.fan = {
     plot.phases(run);
     if (run.search) {
       plot.search([run], true);
-      const { x, rates } = run.search, mine = rates[state.factor] || [];
-      if (!state.relative) mine.forEach((row, i) => row.forEach((v) => plot.strokes([x[i - 1] || 0], [x[i]], [v], { color: colour(3), width: 2.2, alpha: 0.75 })));
+      const { from, x, rates } = run.search, mine = rates[state.factor] || [];
+      if (!state.relative) plot.strokes(from, x, mine, { color: colour(3), width: 2.2, alpha: 0.75 });
     }
     if (s.low.length) plot.band(r.from, r.x, s.low, s.high, { color: colour(0), alpha: s.rows.length ? 0.12 : 0.3 });
     s.rows.forEach((row, i) => plot.strokes(r.from, r.x, row, { color: colour(i), width: 1.7, alpha: s.rows.length <= 8 ? 0.9 : 0.35 }));

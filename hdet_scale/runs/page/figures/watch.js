@@ -1,26 +1,37 @@
 FIGURES.watch = {
   where: "single", title: "The watch: held-out loss of the run",
   shown: (run) => Boolean(run.watch),
-  note: (run) => {
+  note(run) {
     if (!run.watch) return "";
-    const count = run.watch.restarts.length;
-    return "Evaluations on held-out batches, until three quarters of the run. " + (count
-      ? `The run restarted ${count === 1 ? "once" : `${whole(count)} times`}; the events say why. Numbers in the figure: learning rate ÷ initial rate.`
-      : "If the loss had risen while the training loss fell, the run would have restarted at a lower rate.");
+    const lowered = this.changes(run).length, back = run.watch.restarts.length;
+    const often = (count) => (count === 1 ? "once" : `${whole(count)} times`);
+    const weights = back ? `, and the weights went back to those of the lowest loss ${often(back)}` : "";
+    return "Evaluations on held-out batches, until three quarters of the run. " + (lowered
+      ? `The rate was lowered ${often(lowered)}${weights}; the events say why. Numbers in the figure: learning rate ÷ initial rate.`
+      : "If the loss had risen, the rate would have been lowered.");
   },
   spec(run) {
     if (!run.watch) return { x: [0, 1], y: [0, 1], ylabel: "", legend: [] };
     const legend = [{ label: "held-out loss", color: colour(0) }];
-    if (run.watch.restarts.length) legend.push({ label: "restart", color: colour(1), dash: [3, 3] });
+    if (run.watch.restarts.length) legend.push({ label: "weights go back", color: colour(1), dash: [3, 3] });
     return { x: xrange([run]), y: extent([run.watch.losses], 0.12), ylabel: "held-out loss (nats / token)", legend };
   },
+  first(run) {
+    const s = run.search, f = state.factor;
+    return s && s.taken && finite(s.taken[f]) ? s.taken[f] / s.initial[f] : run.watch.scales[0];
+  },
+  changes(run) {
+    // Steps after which the run goes on with a lower rate, with or without the weights of before.
+    const { x, scales, restarts } = run.watch, before = [this.first(run), ...scales];
+    return x.filter((step, i) => restarts.includes(step) || Math.abs(scales[i] / before[i] - 1) > 1e-3);
+  },
   stretches(run) {
-    // An evaluation that restarts the run is the last of its stretch, and has the next one's scale.
-    const { x, losses, scales, restarts } = run.watch, ends = [...restarts, Infinity], s = run.search, f = state.factor;
-    const first = s && s.taken && finite(s.taken[f]) ? s.taken[f] / s.initial[f] : scales[0];
+    // An evaluation that changes the rate is the last of its stretch, and has the next one's scale.
+    const { x, losses, scales, restarts } = run.watch, ends = [...this.changes(run), Infinity];
     return ends.map((end, k) => {
-      const mine = x.map((v, i) => i).filter((i) => x[i] <= end && (k === 0 || x[i] > ends[k - 1]));
-      return { xs: mine.map((i) => x[i]), ys: mine.map((i) => losses[i]), scale: k ? scales[x.indexOf(ends[k - 1])] : first };
+      const from = ends[k - 1], joined = k > 0 && !restarts.includes(from);
+      const mine = x.map((v, i) => i).filter((i) => x[i] <= end && (k === 0 || x[i] > from || (joined && x[i] === from)));
+      return { xs: mine.map((i) => x[i]), ys: mine.map((i) => losses[i]), scale: k ? scales[x.indexOf(from)] : this.first(run) };
     });
   },
   paint(plot, run) {
