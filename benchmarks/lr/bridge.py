@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.lr.horizons import spread
+from benchmarks.lr.parabola import Parabola
 from benchmarks.lr.plateaus import counts, duels
 from benchmarks.lr.problem import Stacked, Task
 from benchmarks.lr.recovery import ROWS
@@ -40,7 +41,6 @@ from benchmarks.lr.simulated import scheduled, weights
 from benchmarks.lr.tables import factor, smooth
 from benchmarks.lr.tasks import TASKS
 from benchmarks.rows import RESULTS, table, where
-from hdet_scale.search.curve import Parabola
 from hdet_scale.search.law import translation
 
 OUT = RESULTS / "lr_bridge.jsonl"

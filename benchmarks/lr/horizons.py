@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.lr.parabola import Parabola
 from benchmarks.lr.problem import Params, Stacked, Task
 from benchmarks.lr.recovery import ROWS
 from benchmarks.lr.rows import Rows
 from benchmarks.lr.simulated import probe, scheduled, weights
 from benchmarks.lr.tasks import TASKS
 from benchmarks.rows import RESULTS, where
-from hdet_scale.search.curve import Parabola
 
 OUT = RESULTS / "lr_horizons.jsonl"
 OCTAVES = tuple(float(k) for k in range(-6, 8))

@@ -11,9 +11,10 @@ seeds), with the same seeds as the grid: same weights, same batches in the main 
 validation loss over that of the best of the grid with the same seed.
 
 Replicas are simulated: eight copies in one process, a batch of 1/8 each
-(tests/benchmarks/test_simulated.py shows that this equals real processes). A run of rule="auto" has
-as many additional steps as its search takes, so that the main run is as long as that of the other
-methods and the search is the cost on top ("auto on top"); the row "auto" has S in all.
+(tests/benchmarks/test_simulated.py shows that this equals real processes). The row "auto" has S
+steps in all. "auto on top" has as many additional steps as the longest search takes, so that the
+main run is as long as that of the other methods; it is longer by the second stage where the search
+ends after its first.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def markdown(rows: Rows, columns: list[Column], tasks: Iterable[str], *, errors:
 
 
 def ratios(rows: Rows, columns: list[Column]) -> str:
-    """The learning rate of the last start over the best of the grid: geometric mean, extremes."""
+    """The learning rate at the end of the run over the best of the grid: geometric mean,
+    extremes."""
     found, heads = rows.excesses(), [_head(column, 0) for column in columns]
     lines = [
         f"| LR over the best | {' | '.join(heads)} |",

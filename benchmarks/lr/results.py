@@ -172,28 +172,33 @@ def _times(start: float) -> str:
 
 
 def table_of_cost(rows: Rows) -> str:
-    """Table 2: what the search and the discarded steps take of a run, by length and start."""
+    """Table 2: what the search takes of a run, and how often its weights are kept, by length and
+    start."""
     lines = []
     for steps in LENGTHS:
         for start in STARTS:
-            costs = [
-                row["cost"]
+            found = [
+                row
                 for row in rows.rows
                 if (row["method"], row["steps"], row["start"]) == (AUTO, steps, start)
                 and "cost" in row
             ]
-            if costs:
+            if found:
+                costs = [row["cost"] for row in found]
+                kept = [row["head_start"] for row in found if "head_start" in row]
                 middle = statistics.median(costs)
                 lines.append(
                     f"| {steps:,} | {_times(start)} | {len(costs)} | {steps * middle:.0f} | "
-                    f"{100 * middle:.1f} % | {100 * max(costs):.1f} % |"
+                    f"{100 * middle:.1f} % | {100 * max(costs):.1f} % | "
+                    f"{f'{sum(kept)} of {len(kept)}' if kept else ''} |"
                 )
     if not lines:
         return NOTHING
     head = (
-        "| steps in all | from | runs | steps of search, median | share, median | share, largest |"
+        "| steps in all | from | runs | steps of search, median | share, median | share, largest | "
+        "head start kept |"
     )
-    return "\n".join([head, "|---" * 6 + "|", *lines]) + "\n"
+    return "\n".join([head, "|---" * 7 + "|", *lines]) + "\n"
 
 
 # -- rivals -----------------------------------------------------------------------------------
@@ -295,8 +300,8 @@ def measured(rows: Rows) -> str:
     cpus = sorted({f"{row['cpu']}, {row['cores']} cores" for row in rows.rows})
     versions = sorted({f"torch {row['torch']}, Python {row['python']}" for row in rows.rows})
     return (
-        f"{len(TASKS)} tasks, {len(JUDGED)} of them (marked *) written when the rule was done: "
-        f"nothing was chosen on them. Number of seeds:\n\n"
+        f"{len(TASKS)} tasks, {len(JUDGED)} of them (marked *) had no part in the rule: it "
+        f"was run on them once, at its end. Number of seeds:\n\n"
         + "\n".join(lines)
         + f"\n\nMeasured from {dates[0]} to {dates[-1]} on {'; '.join(cpus)}, one thread, no GPU; "
         f"{'; '.join(versions)}. Each row of `benchmarks/results/lr_recovery.jsonl` and "
@@ -338,14 +343,15 @@ method over that of the best of the grid with the same seed, in %. A cell is the
 seeds ± its standard error.
 """
 ABOUT_AUTO = """\
-A run has the given number of steps in all, search included ("on top": that many after the
+A run has the given number of steps in all, search included ("on top": that many after the longest
 search). *Worse than the start* is the number of tasks whose loss is more than 2 % above that of
 the fixed initial rate with the same seed, by more than two standard errors.
 """
 ABOUT_COST = """\
 Steps that the search takes of a run with the given number of steps in all, and the forwards of its
-evaluations, a third of a step each. Steps that a restart discards are not counted. Rows from before
-this was recorded are left out.
+evaluations, a third of a step each. In these steps a quarter of the replicas goes on with the run;
+*head start kept* is the number of runs that begin with its weights. Steps that are discarded where
+the weights go back are not counted. Rows from before this was recorded are left out.
 """
 ABOUT_RIVALS = f"""\
 *Own default*: the method as its documentation recommends. *For all tasks*: one learning rate for

@@ -3,10 +3,10 @@ part of the batch (tests/benchmarks/test_simulated.py shows that this equals rea
 
 from __future__ import annotations
 
+import copy
 import math
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.lr.problem import Params, Stacked, Task
 from hdet_scale.search.decision import RateSearch
-from hdet_scale.search.trials import Level, shape
+from hdet_scale.search.trials import Trial, head_start, shape
 from hdet_scale.search.watch import Watch
 
 REPLICAS = 8
-PROBES = 16
+PROBES = 64
 """Micro-batches of a probe."""
 VALIDATED = 1024
 """Held-out examples that a run is judged by at its end; the probe has others."""
@@ -30,10 +30,15 @@ Row = dict[str, Any]
 
 def scheduled(t: int, steps: int) -> float:
     """The user's schedule over its peak."""
-    warm = max(1, round(WARM * steps))
+    warm = warm_up(steps)
     if t < warm:
         return (t + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (t - warm) / (steps - warm)))
+
+
+def warm_up(steps: int) -> int:
+    """Steps of the user's warm-up."""
+    return max(1, round(WARM * steps))
 
 
 def weights(task: Task, seed: int, copies: int = 1) -> Params:
@@ -71,54 +76,90 @@ def probe(task: Task, params: Params, seed: int) -> Tensor:
     return torch.stack(drawn).double()
 
 
-def run_trial(
-    task: Task, seed: int, rule: RateSearch, start: float, data: int, make: type[Stacked] = Stacked
-) -> list[Level]:
-    """All teams through one trial, each with its own batches; sums of the losses at each level."""
-    trial, n = rule.trial, rule.replicas // rule.team
-    first = [rule.team * r for r in range(n)]  # the first replica of each team
-    model = make(task, weights(task, seed, n))
-    small = max(1, task.batch // n)
-    batches = torch.stack([task.draw(data * n + r, trial.steps, small) for r in range(n)], 1)
-    peak = start * torch.tensor([trial.multiplier(r) for r in first])
-    for i, batch in enumerate(batches):
-        _, gradients = model.gradients(batch)
-        model.step(peak * shape(i, trial.steps), gradients)
-    levels = [Level() for _ in range(rule.size)]
-    for r, loss in zip(first, probe(task, model.judged(), seed).mean(0), strict=True):
-        at, more = trial.level(r), Level.of(float(loss))
-        levels[at] = Level(levels[at].count + more.count, levels[at].total + more.total)
-    return levels
-
-
 @dataclass
 class Searched:
-    """A search, and its cost."""
+    """A search, what it leaves for the run, and its cost."""
 
     rule: RateSearch
-    steps: int = 0
+    head: Stacked
+    """The team that goes on with the run."""
+    head_steps: int = 0
     probed: float = 0.0
     """Batches that every replica has evaluated; the members of a team split them."""
+    losses: list[dict[int, list[float]]] = field(default_factory=list)
+    """Of each round, by rate."""
+
+
+def run_trials(
+    task: Task, seed: int, trial: Trial, start: float, data: int, warm: int, make: type[Stacked]
+) -> dict[int, list[float]]:
+    """All teams but the first through one round, each with its own batches; the losses of each
+    rate by batch."""
+    first = 1 if trial.has_head_start else 0
+    teams = range(first, trial.teams)
+    replicas = [team * trial.team for team in teams]
+    model = make(task, weights(task, seed, len(teams)))
+    size = max(1, task.batch // trial.teams)
+    batches = torch.stack(
+        [task.draw(data * trial.teams + team, trial.steps, size) for team in teams], 1
+    )
+    peak = start * torch.tensor([trial.multiplier(r) for r in replicas])
+    for i, batch in enumerate(batches):
+        _, gradients = model.gradients(batch)
+        model.step(peak * shape(i, trial.steps, warm), gradients)
+    by_team = probe(task, model.judged(), seed).T.tolist()
+    drawn: dict[int, list[list[float]]] = {}
+    for replica, losses in zip(replicas, by_team, strict=True):
+        arm = trial.arm(replica)
+        if arm is not None:
+            drawn.setdefault(arm, []).append(losses)
+    return {arm: [sum(x) / len(x) for x in zip(*rows, strict=True)] for arm, rows in drawn.items()}
+
+
+def go_on(task: Task, found: Searched, trial: Trial, start: float, data: int, warm: int) -> None:
+    """The first team through one round: the run at a quarter of the initial rate."""
+    size = max(1, task.batch // trial.teams)
+    for batch in task.draw(data * trial.teams, trial.steps, size):
+        _, gradients = found.head.gradients(batch[None])
+        rate = start * trial.multiplier(0) * head_start(found.head_steps, warm)
+        found.head.step(torch.tensor([rate]), gradients)
+        found.head_steps += 1
 
 
 def search(
-    task: Task, seed: int, total: int, start: float, make: type[Stacked] = Stacked
+    task: Task,
+    seed: int,
+    total: int,
+    start: float,
+    make: type[Stacked] = Stacked,
+    replicas: int = REPLICAS,
 ) -> Searched:
     """A whole search of a run of `total` steps."""
-    rule = RateSearch(replicas=REPLICAS, total_steps=total, adaptive=task.optimizer == "adamw")
-    first = Level.of(float(probe(task, weights(task, seed), seed).mean()))
-    out = Searched(rule)
+    rule = RateSearch(
+        replicas=replicas,
+        total_steps=total,
+        adaptive=task.optimizer == "adamw",
+        passes=total * task.batch / task.train,
+    )
+    out, warm = Searched(rule, make(task, weights(task, seed))), warm_up(total)
+    initial = probe(task, weights(task, seed), seed)[:, 0].tolist()
     while not rule.over:
-        out.steps += rule.trial.steps
-        out.probed += PROBES / rule.team
-        data = 10_000 * (seed + 1) + rule.trials_run + 1
-        rule.close(run_trial(task, seed, rule, start, data, make), first)
+        trial, data = rule.trial, 10_000 * (seed + 1) + rule.trials_run + 1
+        losses, head = run_trials(task, seed, trial, start, data, warm, make), []
+        if trial.has_head_start:
+            go_on(task, out, trial, start, data, warm)
+            head = probe(task, out.head.judged(), seed)[:, 0].tolist()
+        out.losses.append(losses)
+        out.probed += PROBES / trial.team
+        rule.close(losses, initial, head)
+        if not rule.over and rule.trial.head < trial.head:  # it begins again, at a lower rate
+            out.head, out.head_steps = make(task, weights(task, seed)), 0
     return out
 
 
 @dataclass
 class WatchedRun:
-    """A run that restarts where its watch says so."""
+    """A run whose rate its watch may lower."""
 
     loss: float
     scale: float
@@ -133,48 +174,48 @@ def watched(
     start: float,
     make: type[Stacked] = Stacked,
     plays: Callable[[int, int], float] = scheduled,
+    budget: float = 0.15,
 ) -> WatchedRun:
     """The run after a search, all replicas as one, under its watch; `plays` is the schedule."""
     rule = searched.rule
-    total, left = rule.total_steps, rule.total_steps - searched.steps
+    left = rule.total_steps - rule.steps
+    model = searched.head if rule.keeps_head_start else make(task, weights(task, seed))
     watch = Watch(
-        total_steps=total,
-        begun=searched.steps,
-        mean=statistics.fmean(plays(t, total) for t in range(total)),
+        total_steps=rule.total_steps,
+        begun=rule.steps,
         scale=rule.scale,
-        before=probe(task, weights(task, seed), seed)[:, 0].tolist(),
-        target=rule.target,
-        contested=rule.contested,
-        duel=rule.duel,
+        start=rule.start,
+        budget=budget,
     )
-    out, t = WatchedRun(0.0, watch.scale, 1, []), 0
-    model, batches = make(task, weights(task, seed)), task.draw(seed, left)
-    for batch in batches:
-        share = plays(t, left)
-        losses, gradients = model.gradients(batch[None])
-        model.step(torch.tensor([start * out.scale]) * share, gradients)
-        t += 1
-        watch.count(share)
-        if not watch.due:
+    out, best = WatchedRun(0.0, watch.scale, 0, []), copy.deepcopy(model)
+    for t, batch in enumerate(task.draw(seed, left)):
+        _, gradients = model.gradients(batch[None])
+        model.step(torch.tensor([start * watch.scale]) * plays(t, left), gradients)
+        if not watch.count():
             continue
         out.evaluations += 1
-        held = probe(task, model.judged(), seed)[:, 0].tolist()
-        again = watch.evaluate(held, float(losses[0]))
-        if watch.verdict not in ("", *out.verdicts):
+        move = watch.evaluate(probe(task, model.judged(), seed)[:, 0].tolist())
+        if move.back:
+            model = copy.deepcopy(best)
+        elif move.best:
+            best = copy.deepcopy(model)
+        if move.scale is not None:
             out.verdicts.append(watch.verdict)
-        if again is not None:
-            out.scale, left, t = again, left - t, 0
-            model = make(task, weights(task, seed))
-    out.loss = float(task.validate(model.judged(), VALIDATED)[0])
+    out.loss, out.scale = float(task.validate(model.judged(), VALIDATED)[0]), watch.scale
     return out
 
 
 def around(steps: int) -> int:
-    """Steps in all of which a search leaves just so many, unless it needs its long stage."""
+    """Steps in all of which the longest search leaves just so many; one that ends after its first
+    stage leaves more."""
     total = steps
-    while total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).budget < steps:
+    while total - _longest(total) < steps:
         total += 1
     return total
+
+
+def _longest(total: int) -> int:
+    return RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).longest
 
 
 def auto(
@@ -196,6 +237,7 @@ def auto(
     return {
         "loss": run.loss,
         "rate": start * run.scale,
-        "cost": (before.steps + probed) / steps,
+        "cost": (before.rule.steps + probed) / steps,
+        "head_start": before.rule.keeps_head_start,
         "verdict": "; ".join([before.rule.verdict, *run.verdicts]),
     }

@@ -89,6 +89,6 @@ JUDGED: Mapping[str, Task] = {
         lr_points.distill(),
     )
 }
-"""Tasks that were written when the rules were done, and on which nothing was chosen; before that
-only fixed learning rates were run on them, to set `around`."""
+"""Tasks on which nothing of the rules was chosen. Fixed learning rates were run on them to set
+`around`; an earlier rule and the present one were each run on them once, when they were done."""
 TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}

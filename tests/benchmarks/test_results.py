@@ -31,7 +31,9 @@ def filled(path: Path) -> Rows:
             add(task, seed, "grid", 0.2, 1.5 * best)
             add(task, seed, "fixed", 0.1, 1.2 * best)
             add(task, seed, "fixed", 10.0, math.nan)
-            add(task, seed, "auto", 0.1, best * (1.01 + 0.02 * seed), cost=0.1, verdict="")
+            add(
+                task, seed, "auto", 0.1, best * (1.01 + 0.02 * seed), cost=0.1, head_start=seed == 0
+            )
             add(task, seed, "auto", 1.0, best * (1.10 + 0.02 * seed), cost=0.2, verdict="")
             add(task, seed, "auto", 10.0, 1.3 * best if task == "logit" else math.nan, cost=0.3)
             add(task, seed, "prodigy", 0.0, 1.5 * best)
@@ -85,7 +87,9 @@ def test_harm_is_more_than_two_percent_and_two_standard_errors() -> None:
 
 def test_the_table_of_cost_has_steps_and_shares(rows: Rows) -> None:
     lines = table_of_cost(rows).splitlines()
-    assert lines[2] == "| 800 | 1/10 | 4 | 80 | 10.0 % | 10.0 % |"
+    assert lines[2] == "| 800 | 1/10 | 4 | 80 | 10.0 % | 10.0 % | 2 of 4 |"
+    assert lines[3] == "| 800 | 1 x | 4 | 160 | 20.0 % | 20.0 % |  |", "rows without that key"
+    assert {line.count("|") for line in lines} == {8}
     assert len(lines) == 5
 
 

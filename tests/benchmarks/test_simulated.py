@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,27 +18,29 @@ from torch.optim import SGD, AdamW
 from benchmarks.lr.free import Free
 from benchmarks.lr.problem import Stacked, Task
 from benchmarks.lr.simulated import (
+    PROBES,
     REPLICAS,
     VALIDATED,
+    Searched,
     around,
+    auto,
     fixed,
     held_out,
-    probe,
-    run_trial,
     scheduled,
     search,
+    warm_up,
     watched,
     weights,
 )
 from benchmarks.lr.tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.method.records import TrialRecord
+from hdet_scale.search.constants import FIRST, GROWTH, PASSES, STEP, UNTIL
 from hdet_scale.search.decision import RateSearch
-from hdet_scale.search.trials import Level
+from hdet_scale.search.evidence import mean_loss
 from tests.support.fleet import Fleet
-from tests.support.trials import long_stage, short_trials
 
-S, START = 600, 0.3
+SEED = 1
 
 
 class Copy(nn.Module):
@@ -110,74 +115,126 @@ def test_copies_without_a_schedule_step_as_the_librarys_do(name: str) -> None:
             torch.testing.assert_close(judged[key][i], value[0], rtol=2e-3, atol=2e-4)
 
 
-def _real(rank: int, size: int, name: str) -> Any:
+# -- the search -----------------------------------------------------------------------------------
+
+
+def _real(rank: int, size: int, name: str, factor: float, total: int) -> Any:
     """The search of the library, in processes, on the simulation's batches: a team's is split."""
     torch.set_num_threads(1)
     task = TASKS[name]
-    model = DistributedDataParallel(Copy(task, 1))
-    rate = task.around * START
+    model = DistributedDataParallel(Copy(task, SEED))
+    rate, warm = task.around * factor, warm_up(total)
     optimizer = optimizer_of(task, model, rate)
 
-    def probe() -> Any:
-        return (model.module(b) for b in held_out(task, 1))
+    def losses(part: int = 0, parts: int = 1) -> Any:
+        return (model.module(b) for b in held_out(task, SEED)[part::parts])
 
-    cycle = {"total_steps": S, "cycle_momentum": False}
-    with short_trials():
-        scheduler = OneCycleAutoLR(optimizer, rate, rule="auto", model=model, probe=probe, **cycle)
+    scheduler = OneCycleAutoLR(
+        optimizer,
+        rate,
+        total_steps=total,
+        pct_start=(warm + 1) / total,  # step `warm`, counted from 0, has the peak
+        cycle_momentum=False,
+        rule="auto",
+        model=model,
+        probe=losses,
+        passes=total * task.batch / task.train,
+    )
+    phase: Any = scheduler._phase
+    rule = phase.rule
+    assert phase.schedule.warm == warm
     records: list[Any] = []
     scheduler.on_record(records.append)
-    trials, rule = 0, scheduler._phase.rule  # type: ignore[attr-defined]
     while scheduler.searching:
-        trials += 1
-        teams, team = size // rule.team, rule.team
-        data = (20_000 + trials) * teams + rank // team
-        for batch in task.draw(data, rule.trial.steps, task.batch // teams):
+        trial, done = rule.trial, rule.trials_run
+        data = (10_000 * (SEED + 1) + done + 1) * trial.teams + rank // trial.team
+        for batch in task.draw(data, trial.steps, task.batch // trial.teams):
             optimizer.zero_grad()
-            loss = model(batch.chunk(team)[rank % team])
+            loss = model(batch.chunk(trial.team)[rank % trial.team])
             loss.backward()
             optimizer.step()
             scheduler.step(loss)
-    return [r.losses for r in records if isinstance(r, TrialRecord)], rule.scale
+    return {
+        "losses": [list(r.losses) for r in records if isinstance(r, TrialRecord)],
+        "start": list(rule.start),
+        "steps": rule.steps,
+        "decided": (rule.scale, rule.keeps_head_start, rule.verdict),
+        "weights": {k: v.detach()[0] for k, v in model.module.weights.items()},
+        "moments": [optimizer.state.get(p) for p in model.parameters()],
+    }
 
 
-def _real_in_teams(rank: int, size: int, name: str) -> Any:
-    with long_stage(parts=2):
-        return _real(rank, size, name)
+def _real_in_pairs(rank: int, size: int, name: str, factor: float, total: int) -> Any:
+    with mock.patch("hdet_scale.search.trials.TEAMS", 2):
+        return _real(rank, size, name, factor, total)
 
 
-def simulated(name: str, replicas: int) -> tuple[list[tuple[float, ...]], RateSearch]:
-    """Losses of each trial, by replica, and the rule at the end."""
-    task = TASKS[name]
-    rule = RateSearch(replicas=replicas, total_steps=S, adaptive=task.optimizer == "adamw")
-    losses = []
-    first = Level.of(float(probe(task, weights(task, 1), 1).mean()))
-    while not rule.over:
-        levels = run_trial(task, 1, rule, task.around * START, 20_000 + rule.trials_run + 1)
-        losses.append(tuple(levels[k].mean for k in rule.trial.levels(replicas)))
-        rule.close(levels, first)
-    return losses, rule
+def check_equal(found: Searched, name: str, real: Sequence[Any]) -> None:
+    """Every rank of the real search against the simulated one: losses, decision, weights."""
+    task, rule = TASKS[name], found.rule
+    drawn = [arm.losses for arm in rule.arms]
+    # Weights and moments that the run begins with; the optimizer is fresh without a head start.
+    kept = found.head if rule.keeps_head_start else Stacked(task, weights(task, SEED))
+    moment = "exp_avg" if task.optimizer == "adamw" else "momentum_buffer"
+    for seen in real:
+        assert seen["decided"][:2] == (rule.scale, rule.keeps_head_start)
+        assert seen["decided"][2].split(":")[0] == rule.verdict.split(":")[0]
+        assert seen["steps"] == rule.steps
+        assert seen["start"] == pytest.approx(rule.start, rel=1e-5)
+        assert len(seen["losses"]) == len(drawn)
+        for mine, theirs in zip(drawn, seen["losses"], strict=True):
+            finite = math.isfinite(mean_loss(mine))
+            assert math.isfinite(mean_loss(theirs)) == finite
+            assert not finite or theirs == pytest.approx(mine, rel=1e-3)
+        for (key, value), state in zip(seen["weights"].items(), seen["moments"], strict=True):
+            torch.testing.assert_close(value, kept.params[key][0], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(value, real[0]["weights"][key], rtol=0, atol=0)
+            assert (state is not None) == rule.keeps_head_start
+            if state is not None:
+                first = kept.first[key]
+                torch.testing.assert_close(state[moment], first, rtol=1e-3, atol=1e-4)
 
 
-def check_equal(losses: list[tuple[float, ...]], rule: RateSearch, real: Any) -> None:
-    for seen, scale in real:
-        for mine, theirs in zip(losses, seen, strict=True):
-            for a, b in zip(mine, theirs, strict=True):
-                both = math.isfinite(a) and math.isfinite(b)
-                assert a == pytest.approx(b, rel=2e-3) if both else math.isfinite(a) == both
-        assert scale == pytest.approx(rule.scale, rel=0.05)
+FOUR = [("logit", 0.1), ("logit", 1.0), ("factor", 10.0)]
+TWO = [("logit", 0.1), ("tanh", 10.0)]
 
 
-@pytest.mark.parametrize("name", ["denoise", "ngram", "factor"])
-def test_simulated_replicas_are_the_real_ones(pair: Fleet, name: str) -> None:
-    check_equal(*simulated(name, 2), pair.run(_real, name))
+@pytest.mark.parametrize(("name", "factor"), FOUR)
+def test_four_simulated_replicas_are_the_real_ones(
+    quartet: Fleet, name: str, factor: float
+) -> None:
+    """One team goes on with the run, three try a rate each: a round for each stage."""
+    found = search(TASKS[name], SEED, 600, TASKS[name].around * factor, replicas=4)
+    check_equal(found, name, quartet.run(_real, name, factor, 600))
+
+
+@pytest.mark.parametrize(("name", "factor"), TWO)
+def test_two_simulated_replicas_are_the_real_ones(pair: Fleet, name: str, factor: float) -> None:
+    """One goes on with the run, the other tries one rate after the other."""
+    found = search(TASKS[name], SEED, 900, TASKS[name].around * factor, replicas=2)
+    assert len(found.losses) in (3, 6)
+    check_equal(found, name, pair.run(_real, name, factor, 900))
 
 
 def test_simulated_teams_are_the_real_ones(quartet: Fleet) -> None:
-    """Of a long stage: two replicas that share their gradients are one with twice the batch."""
-    with long_stage(parts=2):
-        losses, rule = simulated("logit", 4)
-    assert len(losses) == 2 + 4
-    check_equal(losses, rule, quartet.run(_real_in_teams, "logit"))
+    """Two replicas that share their gradients are one with twice the batch."""
+    rate = TASKS["logit"].around * 0.1
+    with mock.patch("hdet_scale.search.trials.TEAMS", 2):
+        found = search(TASKS["logit"], SEED, 900, rate, replicas=4)
+    assert found.probed == len(found.losses) * PROBES / 2, "the members of a team split a probe"
+    check_equal(found, "logit", quartet.run(_real_in_pairs, "logit", 0.1, 900))
+
+
+def test_the_cases_are_of_every_kind() -> None:
+    """A rate that stays after one stage, higher and lower ones, with and without a head start."""
+    found = [search(TASKS[n], SEED, 600, TASKS[n].around * x, replicas=4).rule for n, x in FOUR]
+    found += [search(TASKS[n], SEED, 900, TASKS[n].around * x, replicas=2).rule for n, x in TWO]
+    assert {rule.offset for rule in found} >= {-1, 0, 1}
+    assert {len({arm.stage for arm in rule.arms}) for rule in found} == {1, 2}
+    assert {rule.keeps_head_start for rule in found} == {False, True}
+
+
+# -- the run --------------------------------------------------------------------------------------
 
 
 def test_nothing_was_tuned_on_what_is_judged() -> None:
@@ -206,18 +263,84 @@ def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
     assert values[-1] < 1e-4
 
 
+@pytest.mark.parametrize("passes", [None, 2 * PASSES])
 @pytest.mark.parametrize("steps", [600, 800, 2000])
-def test_the_run_after_a_search_is_as_long_as_those_of_other_methods(steps: int) -> None:
+def test_the_longest_search_on_top_leaves_the_steps_of_other_methods(
+    steps: int, passes: float | None
+) -> None:
     total = around(steps)
-    assert total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).budget == steps
-    assert total - RateSearch(replicas=REPLICAS, total_steps=total, adaptive=False).budget == steps
+    rule = RateSearch(replicas=REPLICAS, total_steps=total, adaptive=False, passes=passes)
+    assert total - rule.longest == steps
 
 
-def test_where_the_initial_rate_stays_the_run_is_the_grids() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_auto_is_a_search_and_the_watched_run_after_it(inside: bool) -> None:
+    task, steps = TASKS["logit"], 400
+    row = auto(task, 0, steps, task.around / 10, inside=inside)
+    before = search(task, 0, steps if inside else around(steps), task.around / 10)
+    spent = before.rule.steps
+    run = watched(task, 0, before, task.around / 10)
+    assert row["loss"] == run.loss
+    assert row["rate"] == task.around / 10 * run.scale
+    assert row["head_start"] == before.rule.keeps_head_start
+    assert row["verdict"].startswith(before.rule.verdict)
+    # Of a probe's batches a replica has 1 / team in a search, 1 / REPLICAS in the run.
+    batches = PROBES * (len(before.losses) / before.rule.team + (1 + run.evaluations) / REPLICAS)
+    assert row["cost"] == pytest.approx((spent + batches / 3) / steps)
+    left = before.rule.total_steps - spent
+    assert left == steps - spent if inside else left >= steps
+
+
+def test_where_the_initial_rate_and_weights_stay_the_run_is_the_grids() -> None:
     """Bit for bit, under its watch: a row differs from the grid by the rate alone."""
     task, steps = TASKS["logit"], 600
     before = search(task, 0, around(steps), task.around)
-    before.rule.proposed, before.rule.contested = 0.0, False
+    before.rule.skip()
+    before.rule.steps = before.rule.total_steps - steps
     run = watched(task, 0, before, task.around)
-    assert run.evaluations > 10
+    assert run.evaluations == len(evaluated(steps))
     assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]
+
+
+def evaluated(steps: int) -> list[int]:
+    """Steps of a run after which its watch evaluates it."""
+    at = [max(1, round(FIRST * steps))]
+    while at[-1] <= UNTIL * steps:
+        at.append(max(at[-1] + 1, round(at[-1] * GROWTH)))
+    return at[:-1]
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_rate_that_is_lowered_has_the_steps_of_one_schedule(
+    budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a plain loop; the third evaluation is told to be worse than the second, twice."""
+    task, steps, rate = TASKS["logit"], 400, TASKS["logit"].around / 10
+    before = search(task, 0, around(steps), rate)
+    before.rule.skip()
+    before.rule.steps = before.rule.total_steps - steps
+    bad, seen = evaluated(steps)[2:4], []
+
+    def told(task: Task, params: Any, seed: int) -> Tensor:
+        step = evaluated(steps)[len(seen)]
+        seen.append(step)
+        value = 3.0 if step in bad else 1.0 - step / steps
+        return (value + 0.001 * torch.arange(PROBES).double())[:, None]
+
+    before.rule.start = tuple(4.0 + 0.001 * i for i in range(PROBES))
+    monkeypatch.setattr("benchmarks.lr.simulated.probe", told)
+    run = watched(task, 0, before, rate, budget=budget)
+    assert seen == evaluated(steps)
+    assert run.scale == 1 / STEP
+    assert len(run.verdicts) == 1
+    model = Stacked(task, weights(task, 0))
+    kept = copy.deepcopy(model)
+    for t, batch in enumerate(task.draw(0, steps)):
+        if t == bad[1] and budget:
+            model = kept
+        scale = 1 / STEP if t >= bad[1] else 1.0
+        _, gradients = model.gradients(batch[None])
+        model.step(torch.tensor([rate * scale]) * scheduled(t, steps), gradients)
+        if t + 1 == evaluated(steps)[1]:
+            kept = copy.deepcopy(model)
+    assert run.loss == float(task.validate(model.params, VALIDATED)[0])
