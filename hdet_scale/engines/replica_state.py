@@ -40,10 +40,11 @@ def adopt(engine: Engine) -> None:
     described, options, scale = told
     for p, kept in zip(params, described, strict=True):
         _make_room(engine, p, kept)
+    device = engine.device  # looked up once: it lists all parameters
     for tensor in (*weights_of(engine), *_state_tensors(engine)):
         # Adam's count of steps is on the host, a collective needs what is dense, and gloo does not
         # know every dtype.
-        sent = tensor.to(engine.device).contiguous()
+        sent = tensor.to(device).contiguous()
         dist.broadcast(sent.view(-1).view(torch.uint8), src=root, group=group)
         if sent is not tensor:
             tensor.copy_(sent)
