@@ -2,13 +2,14 @@
 
     python -m benchmarks.lr.recovery                  all tasks, both lengths, resumes where it was
     python -m benchmarks.lr.recovery --tasks vit,ngram --seeds 3 --lengths 800
+    python -m benchmarks.lr.recovery --auto           only the grid, fixed rates and auto
     python -m benchmarks.lr.recovery --table          what the rows say so far, and the figure
     python -m benchmarks.lr.recovery --markdown       the same as the tables of the documents
 
 For each task and run length a grid of fixed learning rates, a factor of two apart, is the limit.
-Every contender is started at 1/100, 1/10, 1 and 10 times the best of the grid (mean over the
-seeds), with the same seeds as the grid: same weights, same batches in the main run. Excess is the
-validation loss over that of the best of the grid with the same seed.
+Every contender is started at 1/10, 1 and 10 times the best of the grid (mean over the seeds; some
+at 1/100 too), with the same seeds as the grid: same weights, same batches in the main run. Excess
+is the validation loss over that of the best of the grid with the same seed.
 
 Replicas are simulated: eight copies in one process, a batch of 1/8 each
 (tests/benchmarks/test_simulated.py shows that this equals real processes). The row "auto" has S
@@ -78,41 +79,48 @@ class Arbiter(Rows):
     def contenders(self, task: Task, steps: int, seed: int, *, short: bool) -> None:
         """All methods but the grid."""
         best, _ = self.best(task.name, steps)
-        for start in (0.1, 10.0) if short else STARTS:
-            at = best * start
-            self.run(
-                task, steps, seed, "auto on top", start,
-                lambda at=at: auto(task, seed, steps, at, inside=False),  # type: ignore[misc]
-            )  # fmt: skip
+        self.auto(task, steps, seed, short=short)
         if short or seed >= RIVAL_SEEDS:
             return
         for name, start, do in others(task, seed, steps, best):
             self.run(task, steps, seed, name, start, do)
-        starts = [
-            start
-            for start in (0.01, 0.1, 10.0)
-            if (task.name, steps, seed, "fixed", start) not in self.known
-        ]
-        if starts:
-            at = [best * start for start in starts]
-            for start, rate, loss in zip(starts, at, fixed(task, seed, steps, at), strict=True):
-                found = {"loss": loss, "rate": rate, "extra": 0.0}
-                self.run(task, steps, seed, "fixed", start, lambda found=found: found)  # type: ignore[misc]
+        self.fixed(task, steps, seed, (0.01, 0.1, 10.0))
         if steps == task.steps[0]:
-            self.variants(task, steps, seed)
+            self.beneath_schedule_free(task, steps, seed)
         if task.name in FIRST:
             self.rules(task, steps, seed, STARTS)
         elif steps == task.steps[0]:
             self.rules(task, steps, seed, (0.1, 10.0))
 
-    def variants(self, task: Task, steps: int, seed: int) -> None:
-        """`auto` within the steps of the run, and beneath Schedule-Free."""
+    def auto(self, task: Task, steps: int, seed: int, *, short: bool = False) -> None:
+        """`auto` within the steps of the run, the fixed rates that it began with, and, of some
+        seeds at the first length, `auto` with its search on top."""
         best, _ = self.best(task.name, steps)
-        for start in (0.1, 1.0, 10.0):
-            self.run(
-                task, steps, seed, "auto", start,
-                lambda at=best * start: auto(task, seed, steps, at, inside=True),  # type: ignore[misc]
-            )  # fmt: skip
+        on_top = steps == task.steps[0] and seed < RIVAL_SEEDS
+        for name in ["auto", "auto on top"] if on_top and not short else ["auto"]:
+            for start in (0.1, 10.0) if short else (0.1, 1.0, 10.0):
+                self.run(
+                    task, steps, seed, name, start,
+                    lambda at=best * start, name=name: auto(  # type: ignore[misc]
+                        task, seed, steps, at, inside=name == "auto"
+                    ),
+                )  # fmt: skip
+        self.fixed(task, steps, seed, () if short else (0.1, 10.0))
+
+    def fixed(self, task: Task, steps: int, seed: int, starts: Sequence[float]) -> None:
+        """Fixed rates, all at once, as they lie around the best one."""
+        best, _ = self.best(task.name, steps)
+        starts = [x for x in starts if (task.name, steps, seed, "fixed", x) not in self.known]
+        if not starts:
+            return
+        at = [best * start for start in starts]
+        for start, rate, loss in zip(starts, at, fixed(task, seed, steps, at), strict=True):
+            found = {"loss": loss, "rate": rate, "extra": 0.0}
+            self.run(task, steps, seed, "fixed", start, lambda found=found: found)  # type: ignore[misc]
+
+    def beneath_schedule_free(self, task: Task, steps: int, seed: int) -> None:
+        """`auto` with Schedule-Free as the optimizer."""
+        best, _ = self.best(task.name, steps)
         for start in (0.1, 1.0, 10.0):
             self.run(
                 task, steps, seed, FREE, start,
@@ -142,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--lengths", default="800,2000")
     parser.add_argument("--short", action="store_true", help="auto on two tasks, one seed")
+    parser.add_argument("--auto", action="store_true", help="only the grid, fixed rates and auto")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     parser.add_argument("--markdown", action="store_true", help="print the documents' tables")
     parser.add_argument("--rows", type=Path, default=ROWS)
@@ -167,7 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
                 arbiter.whole_grid(TASKS[name], steps, given.seeds)
             for seed in range(given.seeds):
                 for name in given.tasks.split(","):
-                    arbiter.contenders(TASKS[name], steps, seed, short=given.short)
+                    if given.auto:
+                        arbiter.auto(TASKS[name], steps, seed)
+                    else:
+                        arbiter.contenders(TASKS[name], steps, seed, short=given.short)
     print(table(arbiter))
     if given.short:
         for (task, _, _, start), drawn in sorted(arbiter.excesses().items()):

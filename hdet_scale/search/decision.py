@@ -5,19 +5,18 @@ removed, so that every rule that compares such losses ends too low. A search com
 after a complete, short schedule, from the same weights and on the same held-out batches.
 
 **First stage.** A tenth, one and ten times the initial rate. If the initial rate is ahead of both,
-and both lost MARGIN of what it learnt, it stays and the search is over. If another one is ahead of
-it, the second stage looks a step further in that direction.
+and of what it learnt the lower one lost CLEAR and the higher one GAIN, it stays and the search is
+over. If another one is ahead of it, the second stage looks a step further in that direction.
 
 **Second stage.** The candidate is the rate with the lowest loss; one that is two steps away must be
-ahead of the one between. By SGD, which is best near the rate where it diverges, it is the highest
-rate that lost no more than MARGIN of what the best one learnt, and the initial rate where that lost
-no more either.
+ahead of the one between.
 
 **Acceptance.** The candidate replaces the initial rate only if it is ahead of it by SIGNIFICANT
 standard errors (hdet_scale.search.evidence), and of the initial weights too, unless these are ahead
-of the initial rate. Where the initial rate's trial diverged, the candidate must also be ahead of
-the team that goes on with the run at a quarter of that rate. Otherwise the initial rate stays. A
-rate that was not tried is never taken.
+of the initial rate. A higher rate must also have learnt more, by GAIN of what it learnt. Where the
+initial rate's trial diverged, the candidate must also be ahead of the team that goes on with the
+run at a quarter of that rate. Otherwise the initial rate stays. A rate that was not tried is never
+taken.
 
 **Head start.** The weights of the team that goes on with the run are kept if their rate was not
 above the one that is taken and the initial weights are not ahead of them.
@@ -33,10 +32,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdet_scale.search.constants import (
+    CLEAR,
+    GAIN,
     HEAD_START,
     LEAST_STEPS,
-    MARGIN,
-    PASSES,
     SIGNIFICANT,
     STEP,
 )
@@ -44,7 +43,7 @@ from hdet_scale.search.evidence import ahead, lead, mean_loss
 from hdet_scale.search.law import translation
 from hdet_scale.search.trials import SHARES, Trial, rounds_of, team_size, trial_steps
 
-SEARCH_VERSION = 5
+SEARCH_VERSION = 6
 NEAR = (-1, 0, 1)
 """The rates of the first stage."""
 
@@ -70,7 +69,8 @@ class RateSearch:
         replicas: how many there are.
         total_steps: S, steps of the whole run.
         adaptive: whether the optimizer divides by the gradient's size.
-        passes: over the training data in the whole run; None where it is not known.
+        passes: over the training data in the whole run; None where it is not known, which counts
+            as fresh data.
         idle: there is no search to run; it can hold the state of one that was run elsewhere.
     """
 
@@ -86,8 +86,7 @@ class RateSearch:
         if replicas < 1:
             raise ValueError(f"a search needs at least one replica, got {replicas}")
         self.replicas, self.total_steps, self.adaptive = replicas, total_steps, adaptive
-        self.raises = passes is None or passes <= PASSES
-        """Whether higher rates are tried."""
+        self.passes = 1.0 if passes is None else passes
         if total_steps < self.least_steps(replicas) and not idle:
             raise ValueError(
                 f"total_steps={total_steps} is too short: a search with {replicas} replicas needs "
@@ -110,7 +109,7 @@ class RateSearch:
         """c of each stage; a run that is resumed goes on with the one that it began with."""
         self._trial = None
         if not idle:
-            self._trial = self._round("first" if self._has_first else "second", self._near, 0)
+            self._trial = self._round("first" if self._has_first else "second", NEAR, 0)
 
     @staticmethod
     def least_steps(replicas: int) -> int:
@@ -121,20 +120,8 @@ class RateSearch:
     @property
     def longest(self) -> int:
         """Steps of both stages, of the second with the most of what it may try."""
-        first = self._stage_steps("first", len(self._near)) if self._has_first else 0
-        rates = {len(self._near), len(NEAR)}
-        return first + max(self._stage_steps("second", count) for count in rates)
-
-    def _stage_steps(self, stage: str, rates: int) -> int:
-        steps = trial_steps(stage, self.replicas, self.total_steps, rates)
-        return steps * rounds_of(self.replicas // self.team, rates)
-
-    @property
-    def _near(self) -> tuple[int, ...]:
-        return self._allowed(NEAR)
-
-    def _allowed(self, offsets: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(x for x in offsets if x <= 0 or self.raises))
+        stages = ["first", "second"] if self._has_first else ["second"]
+        return rounds_of(self.replicas // self.team, len(NEAR)) * sum(map(self._steps, stages))
 
     @property
     def _has_first(self) -> bool:
@@ -142,11 +129,13 @@ class RateSearch:
         return self._steps("first") >= LEAST_STEPS
 
     def _steps(self, stage: str) -> int:
-        return trial_steps(stage, self.replicas, self.total_steps, len(self._near))
+        return trial_steps(stage, self.replicas, self.total_steps, len(NEAR))
 
     def _law(self, stage: str) -> float:
         ratio, steps = self.replicas / team_size(self.replicas), max(1, self._steps(stage))
-        return translation(ratio, steps, self.total_steps, adaptive=self.adaptive)
+        return translation(
+            ratio, steps, self.total_steps, adaptive=self.adaptive, passes=self.passes
+        )
 
     def _round(self, stage: str, offsets: tuple[int, ...], index: int) -> Trial:
         team, n = team_size(self.replicas), self.replicas
@@ -213,7 +202,7 @@ class RateSearch:
         best = min(tried.values(), key=lambda arm: (arm.mean, abs(arm.offset)))
         if trial.stage == "second":
             self._decide(tried, best)
-        elif all(self._behind(tried[x], tried[0]) for x in tried if x):
+        elif self._behind(tried[-1], tried[0], CLEAR) and self._behind(tried[1], tried[0], GAIN):
             self._stay("it is well ahead of the rates beside it")
         else:
             offsets = self._further(tried[0], best)
@@ -222,26 +211,30 @@ class RateSearch:
             return f"the second stage tries {rates} x the initial rate"
         return self.verdict
 
-    def _behind(self, arm: Arm, initial: Arm) -> bool:
-        """Whether a rate lost much of what the initial rate learnt, beyond doubt."""
+    def _learnt(self, arm: Arm) -> float:
+        """What a trial learnt; 0 where the loss of the initial weights is not known."""
         before = mean_loss(self.start)
-        much = MARGIN * (before - initial.mean) if math.isfinite(before) else 0.0
-        return arm.mean - initial.mean > max(0.0, much) and ahead(initial.losses, arm.losses)
+        return max(0.0, before - arm.mean) if math.isfinite(before) else 0.0
+
+    def _behind(self, arm: Arm, better: Arm, share: float) -> bool:
+        """Whether a rate lost so much of what a better one learnt, beyond doubt."""
+        much = share * self._learnt(better)
+        return arm.mean - better.mean > much and ahead(better.losses, arm.losses)
 
     def _further(self, initial: Arm, best: Arm) -> tuple[int, ...]:
         """The rates of the second stage."""
         if not math.isfinite(best.mean):
-            return self._allowed((-2, -1, 0))
+            return -2, -1, 0
         if ahead(best.losses, initial.losses):
-            return self._allowed((0, best.offset, 2 * best.offset))
-        return self._near
+            low, high = sorted((0, 2 * best.offset))
+            return low, best.offset, high
+        return NEAR
 
     def _stay(self, why: str) -> None:
         self.over, self.verdict = True, f"the initial rate stays: {why}"
 
     def _decide(self, tried: Mapping[int, Arm], best: Arm) -> None:
-        near = self._nearest if self.adaptive else self._highest
-        initial, candidate = tried[0], near(tried, best)
+        initial, candidate = tried[0], self._nearest(tried, best)
         leads = lead(initial.losses, candidate.losses)
         told = f"{STEP**candidate.offset:g} x the initial rate"
         if not math.isfinite(best.mean):
@@ -252,7 +245,9 @@ class RateSearch:
             self._stay(
                 f"{told} is {leads:.1f} standard errors ahead of it, and {SIGNIFICANT:g} are needed"
             )
-        elif not self._learnt(initial, candidate):
+        elif candidate.offset > 0 and not self._behind(initial, candidate, GAIN):
+            self._stay(f"{told} has learnt hardly more, and short trials flatter high rates")
+        elif not self._sound(initial, candidate):
             self._stay(f"{told} is best, but has learnt nothing")
         elif self._only_diverged(initial, candidate):
             self._stay("it diverged in its trial, but not at a quarter of it")
@@ -265,7 +260,7 @@ class RateSearch:
         between = tried.get(best.offset // 2) if abs(best.offset) > 1 else None
         return best if between is None or ahead(best.losses, between.losses) else between
 
-    def _learnt(self, initial: Arm, candidate: Arm) -> bool:
+    def _sound(self, initial: Arm, candidate: Arm) -> bool:
         """Whether a candidate is ahead of the initial weights, or is at least not behind them where
         the initial rate is."""
         if not self.start or ahead(candidate.losses, self.start):
@@ -281,14 +276,6 @@ class RateSearch:
             and math.isfinite(mean_loss(self.quarter))
             and not ahead(candidate.losses, self.quarter)
         )
-
-    def _highest(self, tried: Mapping[int, Arm], best: Arm) -> Arm:
-        """The initial rate where it lost no more than MARGIN of what the best one learnt, else the
-        highest rate that did not; the best where the loss of the initial weights is not known."""
-        before = mean_loss(self.start)
-        learnt = max(0.0, before - best.mean) if math.isfinite(before) else 0.0
-        near = [arm for arm in tried.values() if arm.mean <= best.mean + MARGIN * learnt]
-        return tried[0] if tried[0] in near else max(near, key=lambda arm: arm.offset)
 
     def skip(self) -> None:
         """No search: the initial rate stays."""
