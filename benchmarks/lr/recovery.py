@@ -4,7 +4,6 @@
     python -m benchmarks.lr.recovery --tasks vit,ngram --seeds 3 --lengths 800
     python -m benchmarks.lr.recovery --auto           only the grid, fixed rates and auto
     python -m benchmarks.lr.recovery --table          what the rows say so far, and the figure
-    python -m benchmarks.lr.recovery --markdown       the same as the tables of the documents
 
 For each task and run length a grid of fixed learning rates, a factor of two apart, is the limit.
 Every contender is started at 1/10, 1 and 10 times the best of the grid (mean over the seeds; some
@@ -12,10 +11,8 @@ at 1/100 too), with the same seeds as the grid: same weights, same batches in th
 is the validation loss over that of the best of the grid with the same seed.
 
 Replicas are simulated: eight copies in one process, a batch of 1/8 each
-(tests/benchmarks/test_simulated.py shows that this equals real processes). The row "auto" has S
-steps in all. "auto on top" has as many additional steps as the longest search takes, so that the
-main run is as long as that of the other methods; it is longer by the second stage where the search
-ends after its first.
+(tests/benchmarks/test_simulated.py shows that this equals real processes). `auto` has S steps in
+all, its search included; docs/results.md (benchmarks/lr/results.py) shows what the rows say.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ import torch
 
 from benchmarks.lr.free import Free, warmed
 from benchmarks.lr.problem import Task
-from benchmarks.lr.report import FREE, STARTS, documents, figure, markdown, ratios, readme, table
+from benchmarks.lr.report import FREE, STARTS, figure, table
 from benchmarks.lr.rivals import others, paper, slope
 from benchmarks.lr.rows import Rows
 from benchmarks.lr.simulated import auto, fixed
-from benchmarks.lr.tasks import FIRST, JUDGED, TASKS
+from benchmarks.lr.tasks import FIRST, TASKS
 from benchmarks.rows import RESULTS
 
 ROWS = RESULTS / "lr_recovery.jsonl"
@@ -93,18 +90,13 @@ class Arbiter(Rows):
             self.rules(task, steps, seed, (0.1, 10.0))
 
     def auto(self, task: Task, steps: int, seed: int, *, short: bool = False) -> None:
-        """`auto` within the steps of the run, the fixed rates that it began with, and, of some
-        seeds at the first length, `auto` with its search on top."""
+        """`auto`, and the fixed rates that it began with."""
         best, _ = self.best(task.name, steps)
-        on_top = steps == task.steps[0] and seed < RIVAL_SEEDS
-        for name in ["auto", "auto on top"] if on_top and not short else ["auto"]:
-            for start in (0.1, 10.0) if short else (0.1, 1.0, 10.0):
-                self.run(
-                    task, steps, seed, name, start,
-                    lambda at=best * start, name=name: auto(  # type: ignore[misc]
-                        task, seed, steps, at, inside=name == "auto"
-                    ),
-                )  # fmt: skip
+        for start in (0.1, 10.0) if short else (0.1, 1.0, 10.0):
+            self.run(
+                task, steps, seed, "auto", start,
+                lambda at=best * start: auto(task, seed, steps, at),  # type: ignore[misc]
+            )  # fmt: skip
         self.fixed(task, steps, seed, () if short else (0.1, 10.0))
 
     def fixed(self, task: Task, steps: int, seed: int, starts: Sequence[float]) -> None:
@@ -152,7 +144,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--short", action="store_true", help="auto on two tasks, one seed")
     parser.add_argument("--auto", action="store_true", help="only the grid, fixed rates and auto")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
-    parser.add_argument("--markdown", action="store_true", help="print the documents' tables")
     parser.add_argument("--rows", type=Path, default=ROWS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -161,15 +152,6 @@ def main(arguments: list[str] | None = None) -> None:
         given.tasks, given.seeds, given.lengths = "denoise,ngram", 1, "800"
         given.rows = Path(tempfile.mkdtemp()) / "rows.jsonl"
     arbiter = Arbiter(given.rows)
-    if given.markdown:
-        lengths = [int(steps) for steps in given.lengths.split(",")]
-        shown = [*FIRST, *JUDGED]
-        print(markdown(arbiter, readme(lengths[0], lengths[-1]), shown, errors=False))
-        for columns in (part for steps in lengths for part in documents(steps)):
-            print(f"\n{markdown(arbiter, columns, TASKS, errors=True)}")
-        starts = [(steps, "auto on top", start) for steps in lengths for start in (0.1, 1.0, 10.0)]
-        print(f"\n{ratios(arbiter, starts)}")
-        return
     if not given.table:
         for steps in map(int, given.lengths.split(",")):
             for name in given.tasks.split(","):

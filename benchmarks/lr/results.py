@@ -36,7 +36,7 @@ from benchmarks.rows import RESULTS
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
 LENGTHS = (800, 2000, 8000)
 STARTS = (0.1, 1.0, 10.0)
-AUTO, ON_TOP = "auto", "auto on top"
+AUTO = "auto"
 RIVAL_SEEDS = (0, 1)
 """The seeds that all methods were run with, and that table 3 is of."""
 REFERENCE = "best of the grid"
@@ -90,11 +90,14 @@ def cell(drawn: Sequence[float]) -> str:
     return f"{mean:+.1f}" if math.isnan(error) else f"{mean:+.1f} ± {error:.1f}"
 
 
-def over_start(rows: Rows, task: str, steps: int, method: str, start: float) -> list[float]:
+def over_start(
+    rows: Rows, task: str, steps: int, method: str, start: float, *, floor: float = 0.0
+) -> list[float]:
     """By how much in % a run is worse than the run at its initial learning rate, by seed.
 
     The initial rate's loss is that of the method "fixed", or of the best of the grid from 1 x.
-    Seeds for which it diverged, or was not run, are left out.
+    Seeds for which it diverged, or was not run, are left out. A difference is a share of at least
+    `floor`.
     """
     own: dict[int, float] = {}
     before = dict(rows.best(task, steps)[1]) if start == 1 else {}
@@ -105,7 +108,9 @@ def over_start(rows: Rows, task: str, steps: int, method: str, start: float) -> 
             elif row["method"] == "fixed":
                 before[row["seed"]] = row["loss"]
     return [
-        100 * (own[seed] / before[seed] - 1) if math.isfinite(own[seed]) else math.inf
+        100 * (own[seed] - before[seed]) / max(before[seed], floor)
+        if math.isfinite(own[seed])
+        else math.inf
         for seed in sorted(own.keys() & before.keys())
         if math.isfinite(before[seed])
     ]
@@ -123,8 +128,9 @@ def is_harmed(drawn: Sequence[float]) -> bool:
 def table_of_auto(rows: Rows, steps: int) -> str:
     """Table 1: excess over the best of the grid, one row a task, then the summary."""
     found = rows.excesses()
-    columns = [(name, x) for name in (AUTO, ON_TOP) for x in STARTS]
-    columns = [c for c in columns if any((task, steps, *c) in found for task in TASKS)]
+    columns = [
+        c for c in ((AUTO, x) for x in STARTS) if any((task, steps, *c) in found for task in TASKS)
+    ]
     if not columns:
         return NOTHING
     drawn = {
@@ -132,17 +138,21 @@ def table_of_auto(rows: Rows, steps: int) -> str:
         for task in TASKS
         for c in columns
     }
-    heads = [f"{'on top, ' * (name == ON_TOP)}from {_times(x)}" for name, x in columns]
+    heads = [f"from {_times(x)}" for _, x in columns]
     lines = [f"| {steps:,} steps | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
     for task in TASKS:
         cells = [cell(drawn[task, c]) for c in columns]
         if any(cells):
             lines.append(f"| {task}{' *' * (task in JUDGED)} | {' | '.join(cells)} |")
+    first = initial_losses([TASKS[t] for t in TASKS if any(drawn[t, c] for c in columns)], (0,))
     summaries = []
     for c in columns:
         means = {task: mean_or_inf(drawn[task, c]) for task in TASKS if drawn[task, c]}
-        harmed = [is_harmed(over_start(rows, task, steps, *c)) for task in means]
-        summaries.append({**summary(means.values()), "worse than the start": str(sum(harmed))})
+        harmed = {
+            name: sum(is_harmed(over_start(rows, t, steps, *c, floor=x * first[t])) for t in means)
+            for name, x in (("worse than the start", 0.0), ("the same, absolute scale", FLOOR))
+        }
+        summaries.append({**summary(means.values()), **{k: str(v) for k, v in harmed.items()}})
     for name in summaries[0]:
         lines.append(f"| **{name}** | {' | '.join(x[name] for x in summaries)} |")
     return "\n".join(lines) + "\n"
@@ -210,7 +220,7 @@ def label(column: Column) -> str:
     for name, told in CALIBRATED.items():
         if method == grid_of(name):
             return f"{told}, 2^{math.log2(start):.0f} for all tasks"
-    if method in (REFERENCE, AUTO, ON_TOP):
+    if method in (REFERENCE, AUTO):
         return method if method == REFERENCE else f"{method}, from {_times(start)}"
     name = NAMES[method]
     return f"{name}, from {_times(start)}" if start else f"{name}, own default"
@@ -241,7 +251,7 @@ def with_reference(rows: Rows, steps: int, tasks: Sequence[str]) -> list[Row]:
 def shown(found: dict[Column, list[float]]) -> dict[Column, Profile]:
     """What table 3 has: each calibrated method at its rate alone, no other run of a grid."""
     rates = {(grid_of(name), rate) for name, rate in calibrate(found).items()}
-    named = {AUTO, ON_TOP, REFERENCE, *NAMES}
+    named = {AUTO, REFERENCE, *NAMES}
     return {c: p for c, p in profiles(found).items() if c in rates or c[0] in named}
 
 
@@ -291,7 +301,7 @@ def measured(rows: Rows) -> str:
     lines = ["| steps | grid | auto | fixed rates | other methods |", "|---" * 5 + "|"]
     for steps in LENGTHS:
         of = [row for row in rows.rows if row["steps"] == steps]
-        others = [row for row in of if row["method"] not in ("grid", AUTO, ON_TOP, "fixed")]
+        others = [row for row in of if row["method"] not in ("grid", AUTO, "fixed")]
         kinds = [[row for row in of if row["method"] == name] for name in ("grid", AUTO, "fixed")]
         if of:
             cells = [_seeds(kind) for kind in (*kinds, others)]
@@ -342,10 +352,11 @@ a method and the grid have the same initial weights and batches. Excess is the h
 method over that of the best of the grid with the same seed, in %. A cell is the mean over the
 seeds ± its standard error.
 """
-ABOUT_AUTO = """\
-A run has the given number of steps in all, search included ("on top": that many after the longest
-search). *Worse than the start* is the number of tasks whose loss is more than 2 % above that of
-the fixed initial rate with the same seed, by more than two standard errors.
+ABOUT_AUTO = f"""\
+A run has the given number of steps in all, search included. *Worse than the start* is the number of
+tasks whose loss is more than 2 % above that of the fixed initial rate with the same seed, by more
+than two standard errors. On the *absolute scale* a difference of losses that are below
+{100 * FLOOR:g} % of the initial loss is a share of those {100 * FLOOR:g} %.
 """
 ABOUT_COST = """\
 Steps that the search takes of a run with the given number of steps in all, and the forwards of its

@@ -23,19 +23,6 @@ GONE = ("climb",)
 """Methods that no longer exist: their rows stay in the file and are not read."""
 
 
-RENAMED = {"auto": "auto on top", "auto inside": "auto"}
-"""Names of rule="auto" in rows that have no key "cost": at first "auto" had its search on top."""
-
-
-def present(row: Row) -> Row | None:
-    """A row as it is called today; None if its method no longer exists."""
-    if row["method"] in GONE:
-        return None
-    if "cost" in row or row["method"] not in RENAMED:
-        return row
-    return {**row, "method": RENAMED[row["method"]]}
-
-
 class Rows:
     """What was run, and what is run only once.
 
@@ -48,7 +35,7 @@ class Rows:
         self.path, self.stamp = path, where()
         files = [file for file in (path, *also) if file.exists()]
         rows = [json.loads(x) for file in files for x in file.read_text().splitlines() if x]
-        self.rows: list[Row] = [row for row in map(present, rows) if row is not None]
+        self.rows: list[Row] = [row for row in rows if row["method"] not in GONE]
         self.known = {self._key(row) for row in self.rows}
 
     @staticmethod

@@ -119,7 +119,7 @@ def measure(rows: Rows, method: str, tasks: Iterable[str], steps: int) -> None:
                 rows.run(
                     task, steps, seed, method, start,
                     lambda at=best * start, task=task, seed=seed: auto(  # type: ignore[misc]
-                        task, seed, steps, at, inside=True
+                        task, seed, steps, at
                     ),
                 )  # fmt: skip
 

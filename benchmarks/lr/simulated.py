@@ -205,32 +205,18 @@ def watched(
     return out
 
 
-def around(steps: int) -> int:
-    """Steps in all of which the longest search leaves just so many; one that ends after its first
-    stage leaves more."""
-    total = steps
-    while total - _longest(total) < steps:
-        total += 1
-    return total
-
-
-def _longest(total: int) -> int:
-    return RateSearch(replicas=REPLICAS, total_steps=total, adaptive=True).longest
-
-
 def auto(
     task: Task,
     seed: int,
     steps: int,
     start: float,
     *,
-    inside: bool = False,
     make: type[Stacked] = Stacked,
     plays: Callable[[int, int], float] = scheduled,
 ) -> Row:
-    """A run of rule="auto": the search, then the run at the rate that won, under its watch."""
-    total = steps if inside else around(steps)
-    before = search(task, seed, total, start, make)
+    """A run of rule="auto" of so many steps in all: the search, then the run at the rate that won,
+    under its watch."""
+    before = search(task, seed, steps, start, make)
     run = watched(task, seed, before, start, make, plays)
     # A forward is a third of a step; replicas of the same weights split a probe.
     probed = (before.probed + (1 + run.evaluations) * PROBES / REPLICAS) / 3

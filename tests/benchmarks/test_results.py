@@ -57,15 +57,8 @@ def test_the_table_of_auto_has_excesses_and_a_summary(rows: Rows) -> None:
     assert lines[5] == "| **within 5 %** | 2 of 2 (100 %) | 0 of 2 (0 %) | 0 of 2 (0 %) |"
     assert lines[6] == "| **worst** | +2.0 | +11.0 | diverges |"
     assert lines[7] == "| **worse than the start** | 0 | 2 | 0 |"
+    assert lines[8] == "| **the same, absolute scale** | 0 | 2 | 0 |"
     assert table_of_auto(rows, 2000) == results.NOTHING
-
-
-def test_runs_on_top_of_the_budget_are_columns_of_their_own(rows: Rows) -> None:
-    more = {"loss": 2.0, "rate": 0.1, "cost": 0.1}
-    rows.run(TASKS["logit"], 800, 0, "auto on top", 0.1, lambda: more)
-    head = table_of_auto(rows, 800).splitlines()[0]
-    assert head.endswith("| from 10 x | on top, from 1/10 |")
-    assert head.count("|") - 1 <= 7
 
 
 def test_a_run_is_compared_with_the_rate_that_it_was_given(rows: Rows) -> None:
@@ -74,6 +67,12 @@ def test_a_run_is_compared_with_the_rate_that_it_was_given(rows: Rows) -> None:
     assert from_tenth == pytest.approx([100 * (1.01 / 1.2 - 1), 100 * (1.03 / 1.2 - 1)])
     assert over_start(rows, "logit", 800, "auto", 1.0) == pytest.approx([10.0, 12.0])
     assert over_start(rows, "logit", 800, "auto", 10.0) == []
+
+
+def test_near_zero_a_difference_is_a_share_of_the_floor(rows: Rows) -> None:
+    shares = over_start(rows, "logit", 800, "auto", 1.0, floor=8.0)
+    assert shares == pytest.approx([100 * 0.2 / 8.0, 100 * 0.48 / 8.0])
+    assert over_start(rows, "logit", 800, "auto", 1.0, floor=1.0) == pytest.approx([10.0, 12.0])
 
 
 def test_harm_is_more_than_two_percent_and_two_standard_errors() -> None:

@@ -69,8 +69,7 @@ def test_what_was_run_is_not_run_again(
     """A loss is told that depends on what the rule holds at the time of the run."""
     ran: list[float] = []
 
-    def told(task: object, seed: int, steps: int, at: float, *, inside: bool) -> dict[str, object]:
-        assert inside
+    def told(task: object, seed: int, steps: int, at: float) -> dict[str, object]:
         ran.append(trials.STEP)
         return {"loss": trials.STEP, "rate": at, "cost": 1.0}
 

@@ -22,7 +22,6 @@ from benchmarks.lr.simulated import (
     REPLICAS,
     VALIDATED,
     Searched,
-    around,
     auto,
     fixed,
     held_out,
@@ -35,8 +34,7 @@ from benchmarks.lr.simulated import (
 from benchmarks.lr.tasks import JUDGED, TASKS
 from hdet_scale import OneCycleAutoLR
 from hdet_scale.method.records import TrialRecord
-from hdet_scale.search.constants import FIRST, GROWTH, PASSES, STEP, UNTIL
-from hdet_scale.search.decision import RateSearch
+from hdet_scale.search.constants import FIRST, GROWTH, STEP, UNTIL
 from hdet_scale.search.evidence import mean_loss
 from tests.support.fleet import Fleet
 
@@ -263,21 +261,10 @@ def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
     assert values[-1] < 1e-4
 
 
-@pytest.mark.parametrize("passes", [None, 2 * PASSES])
-@pytest.mark.parametrize("steps", [600, 800, 2000])
-def test_the_longest_search_on_top_leaves_the_steps_of_other_methods(
-    steps: int, passes: float | None
-) -> None:
-    total = around(steps)
-    rule = RateSearch(replicas=REPLICAS, total_steps=total, adaptive=False, passes=passes)
-    assert total - rule.longest == steps
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_auto_is_a_search_and_the_watched_run_after_it(inside: bool) -> None:
+def test_auto_is_a_search_and_the_watched_run_after_it() -> None:
     task, steps = TASKS["logit"], 400
-    row = auto(task, 0, steps, task.around / 10, inside=inside)
-    before = search(task, 0, steps if inside else around(steps), task.around / 10)
+    row = auto(task, 0, steps, task.around / 10)
+    before = search(task, 0, steps, task.around / 10)
     spent = before.rule.steps
     run = watched(task, 0, before, task.around / 10)
     assert row["loss"] == run.loss
@@ -287,16 +274,14 @@ def test_auto_is_a_search_and_the_watched_run_after_it(inside: bool) -> None:
     # Of a probe's batches a replica has 1 / team in a search, 1 / REPLICAS in the run.
     batches = PROBES * (len(before.losses) / before.rule.team + (1 + run.evaluations) / REPLICAS)
     assert row["cost"] == pytest.approx((spent + batches / 3) / steps)
-    left = before.rule.total_steps - spent
-    assert left == steps - spent if inside else left >= steps
 
 
 def test_where_the_initial_rate_and_weights_stay_the_run_is_the_grids() -> None:
     """Bit for bit, under its watch: a row differs from the grid by the rate alone."""
     task, steps = TASKS["logit"], 600
-    before = search(task, 0, around(steps), task.around)
+    before = search(task, 0, steps, task.around)
     before.rule.skip()
-    before.rule.steps = before.rule.total_steps - steps
+    before.rule.steps = 0
     run = watched(task, 0, before, task.around)
     assert run.evaluations == len(evaluated(steps))
     assert run.loss == fixed(task, 0, steps, [task.around / 2, task.around])[1]
@@ -316,9 +301,9 @@ def test_a_rate_that_is_lowered_has_the_steps_of_one_schedule(
 ) -> None:
     """Against a plain loop; the third evaluation is told to be worse than the second, twice."""
     task, steps, rate = TASKS["logit"], 400, TASKS["logit"].around / 10
-    before = search(task, 0, around(steps), rate)
+    before = search(task, 0, steps, rate)
     before.rule.skip()
-    before.rule.steps = before.rule.total_steps - steps
+    before.rule.steps = 0
     bad, seen = evaluated(steps)[2:4], []
 
     def told(task: Task, params: Any, seed: int) -> Tensor:

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from hdet_scale import AutoLR, HDETConfig, OneCycleAutoLR, Replicas
 from hdet_scale.ddp import engine_for
 from hdet_scale.factors import learning_rates
-from hdet_scale.search.constants import LEAST_STEPS, PASSES, SECOND_SHARE, STEP
+from hdet_scale.search.constants import LEAST_STEPS, SECOND_SHARE, STEP
+from hdet_scale.search.law import translation
 from tests.support.searching import (
     BATCHES,
     BOTH,
@@ -226,25 +227,18 @@ def test_a_run_that_is_too_short_is_plain_training_and_says_so(caplog: Any) -> N
     assert enough._phase.trial.steps == LEAST_STEPS
 
 
-@pytest.mark.parametrize(("epochs", "raises"), [(int(PASSES), True), (int(PASSES) + 1, False)])
-def test_many_passes_over_the_data_try_no_higher_rate(epochs: int, raises: bool) -> None:
+@pytest.mark.parametrize("epochs", [1, 16])
+def test_the_epochs_of_the_schedule_are_the_passes_of_the_law(epochs: int) -> None:
     """`epochs` of OneCycleLR says how many there are."""
     model = settled(toy(wrap=False, norm=True))
     optimizer = AdamW(model.parameters(), lr=LOW)
     scheduler = OneCycleAutoLR(
-        optimizer, LOW, epochs=epochs, steps_per_epoch=math.ceil(S / epochs), rule="auto",
+        optimizer, LOW, epochs=epochs, steps_per_epoch=S // epochs, rule="auto",
         model=model, probe=held_out(model), cycle_momentum=False,
     )  # fmt: skip
     assert scheduler.config.passes == epochs
-    step = 0
-    while scheduler.searching:
-        scheduler.step(learn(model, optimizer, step, 0))
-        step += 1
-    result = scheduler.search_result
-    assert result is not None
-    tried = {round(math.log10(p.rates[0] / LOW)) for p in result.curve}
-    assert tried == ({-1, 0, 1, 2} if raises else {-1, 0})
-    assert (result.proposed is not None) is raises
+    trial, total = scheduler._phase.trial, S // epochs * epochs
+    assert trial.translation == translation(1, trial.steps, total, passes=epochs)
 
 
 def test_passes_of_the_config_stand_before_the_epochs() -> None:

@@ -31,6 +31,7 @@ from tests.support.searching import (
     RIGHT,
     ROUNDS,
     STEPS,
+    UNCLEAR,
     Run,
     S,
     held_out,
@@ -91,17 +92,20 @@ def assert_trials(out: list[Any], kind: str, lr: float, stages: dict[str, Any]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_whose_rate_is_right_keeps_it_and_its_head_start(replicas: Fleet, kind: str) -> None:
-    """After the first stage, at a quarter of the rate and with the schedule's warm-up."""
-    lr = RIGHT[replicas.size]
+    """At a quarter of the rate and with the schedule's warm-up; after the first stage if the rate
+    is well ahead of those beside it."""
+    clear = (replicas.size, kind) != (4, "one cycle")
+    lr = RIGHT[replicas.size] if clear else UNCLEAR
     out = replicas.run(_step_by_step, kind, lr)
-    assert_trials(out, kind, lr, {"first": NEAR})
+    assert_trials(out, kind, lr, {"first": NEAR} if clear else {"first": NEAR, "second": NEAR})
     for run in out:
         assert run["held"] == out[0]["stepped"], "weights, buffers and moments of the first"
-        assert run["result"].steps == FIRST
+        assert run["result"].steps == (FIRST if clear else BOTH)
         assert run["result"].head_start
         assert run["result"].proposed is None
         assert run["scale"] == 1.0
-        assert run["verdict"].endswith("ahead of the rates beside it")
+        why = "ahead of the rates beside it" if clear else "no other rate learnt more in its trial"
+        assert run["verdict"].endswith(why)
         assert (run["phase"], run["boundary"]) == ("watched", True)
     explorers = [run["stepped"] for run in out[1:]]
     assert all(stepped != out[0]["held"] for stepped in explorers)

@@ -64,8 +64,8 @@ def told(records: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4], ids=lambda n: f"{n} replicas")
 def test_a_search_resumes_to_the_bit_from_every_step(fleets: Any, size: int) -> None:
-    every = list(range(FIRST + 2))
-    out = fleets(size).run(_interrupted, "one cycle", RIGHT[size], True, every, FIRST + 5)
+    every, kind = list(range(FIRST + 2)), {2: "one cycle", 4: "cosine"}[size]
+    out = fleets(size).run(_interrupted, kind, RIGHT[size], True, every, FIRST + 5)
     for bad, phases in out:
         assert bad == []
         assert phases == ["searching"] * FIRST + ["watched"] * 2

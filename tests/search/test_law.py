@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet_scale.search.constants import BATCH, EXTRA, TURN
+from hdet_scale.search.constants import BATCH, EXTRA, REPEAT, REPEATS, TURN
 from hdet_scale.search.law import translation
 
 ratios = st.floats(1, 1e6)
@@ -51,6 +51,30 @@ def test_two_translations_in_a_row_are_one(
 @given(steps, st.booleans())
 def test_a_trial_that_is_the_run_needs_no_translation(length: int, adaptive: bool) -> None:
     assert translation(1, length, length, adaptive=adaptive) == 1
+
+
+@given(ratios, steps, st.floats(1e-3, 1e9), st.floats(1e-3, 1e9), st.booleans())
+def test_it_falls_with_the_passes_up_to_a_bound(
+    ratio: float, length: int, one: float, two: float, adaptive: bool
+) -> None:
+    few, many = sorted((one, two))
+    fresh = translation(ratio, length, length, adaptive=adaptive)
+    c, less = (translation(ratio, length, length, adaptive=adaptive, passes=p) for p in (few, many))
+    assert less <= c * (1 + 1e-9)
+    assert fresh * REPEATS**-REPEAT * (1 - 1e-9) <= less <= c <= fresh
+    if many <= 1.0 or few >= REPEATS:
+        assert less == c
+
+
+def test_values_of_the_passes() -> None:
+    for passes, divisor in ((0.3, 1), (1, 1), (4, 2), (16, 4), (64, 8), (1000, 8)):
+        assert translation(1, 300, 300, passes=passes) == pytest.approx(1 / divisor)
+
+
+@pytest.mark.parametrize("passes", [0.0, -1.0, math.inf, math.nan])
+def test_passes_must_be_a_positive_number(passes: float) -> None:
+    with pytest.raises(ValueError, match=f"passes must be .* got {passes}: give"):
+        translation(1, 10, 100, passes=passes)
 
 
 def test_values() -> None:

@@ -33,8 +33,11 @@ STEPS = {
 FIRST, BOTH = (sum(STEPS[s, 2] * ROUNDS[2] for s in stages) for stages in (["first"], SHARES))
 """Steps of a search that ends after its first stage, and after both."""
 KINDS = ("one cycle", "cosine")
-RIGHT = {1: 0.1, 2: 0.01, 4: 0.1}
-"""A rate that is ahead of those beside it after the first stage, by the number of replicas."""
+RIGHT = {1: 0.05, 2: 0.01, 4: 0.04}
+"""A rate that is well ahead of those beside it after the first stage, by the number of replicas;
+with four of them on the cosine schedule only."""
+UNCLEAR = 0.1
+"""What takes both stages to stay, with four replicas on the one-cycle schedule."""
 LOW, HIGH = 1e-3, 10.0
 """Far too low; so high that the search takes a hundredth of it, below the head start's rate."""
 ABOVE = {2: 1.0, 4: 3.0}
