@@ -75,9 +75,9 @@ class HDETConfig:
     total_steps: int | None = None
     """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
     passes: float | None = None
-    """Passes over the training data in the whole run, where known. A run that repeats its data
-    often is not given a higher rate: a search is too short to see it overfit. OneCycleAutoLR takes
-    it from `epochs`."""
+    """Passes over the training data in the whole run; None counts as fresh data. A search is too
+    short to see a run overfit, and lowers its rates by the root of the passes. OneCycleAutoLR takes
+    them from `epochs`."""
     probe_batches: int = 64
     """At most so many losses are taken from a probe."""
     restart_budget: float = 0.15
