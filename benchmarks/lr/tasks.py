@@ -90,5 +90,7 @@ JUDGED: Mapping[str, Task] = {
     )
 }
 """Tasks on which nothing of the rules was chosen. Fixed learning rates were run on them to set
-`around`; an earlier rule and the present one were each run on them once, when they were done."""
+`around`, and the rates at which their trials are lowest were seen before the bound of the passes
+was set (REPEATS). Two earlier rules and the present one were each run on them once, when they were
+done."""
 TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}
