@@ -1,6 +1,6 @@
 """Hyperparameter-divergent ensemble training: the learning-rate search inside the run.
 
-    from hdet_scale import OneCycleAutoLR, AutoLR, HDETConfig, Replicas, FusedAdamW
+    from hdet_scale import OneCycleAutoLR, AutoLR, HDETConfig, Replicas, FusedAdamW, find_lr
 
 Core depends on torch alone; each engine and trainer has a module of its own that imports what
 it needs. The fused optimizers are imported when they are first asked for, since they bring Triton.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdet_scale.config import HDETConfig
 from hdet_scale.converge.policy import ConvergePolicy
+from hdet_scale.find import find_lr
 from hdet_scale.schedulers import AutoLR, OneCycleAutoLR
 from hdet_scale.topology import Replicas
 
@@ -28,6 +29,7 @@ __all__ = [
     "HDETConfig",
     "OneCycleAutoLR",
     "Replicas",
+    "find_lr",
 ]
 
 

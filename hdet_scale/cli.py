@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("train a GPT with replicas, on DDP, FSDP2 or DeepSpeed", "train.command"),
+    "find": ("find the learning rate of such a run, print it, and end", "train.search_only"),
     "report": ("write an HTML report of a run", "runs.report"),
     "replay": ("write the learning rates of a run, to train with them again", "runs.replay"),
     "doctor": ("try what this machine can run, and say what to do about failures", "doctor"),

@@ -17,11 +17,13 @@ PACKAGE = {"hdet_scale": ROOT / "hdet_scale", "hdet_scale.kernels": ROOT / "kern
 ORDER = [
     # from the bottom: each may import what stands before it
     "topology", "kernels", "optim", "factors", "converge", "engines", "method", "rules", "search",
-    "config", "runs", "phases", "ddp", "schedulers", "fsdp", "deepspeed", "models", "plan", "loops",
+    "config", "runs", "phases", "ddp", "schedulers", "fsdp", "deepspeed", "find", "models", "plan",
+    "loops",
     "train", "hf", "lightning", "doctor", "demo", "cli",
 ]  # fmt: skip
 DOORS = {
-    "config", "schedulers", "factors", "topology", "ddp", "fsdp", "deepspeed", "hf", "lightning",
+    "config", "schedulers", "factors", "topology", "ddp", "fsdp", "deepspeed", "find", "hf",
+    "lightning",
     "cli", "doctor", "demo", "train",
 }  # fmt: skip
 VOCABULARY = {"topology", "factors", "config"}

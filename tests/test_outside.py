@@ -47,6 +47,7 @@ OUTSIDE = [
     "hdet_scale.hf.attach",
     "hdet_scale.lightning.HDETCallback",
     "hdet_scale.ddp.warm_init",
+    "hdet_scale.find_lr",
     "hdet_scale.schedulers.ReplayLR",
 ]
 EXTRAS = {

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hdet_scale.models.gpt import GPTConfig
 from hdet_scale.models.text import Text, batch, evaluation, standard_library
+from hdet_scale.search.decision import RateSearch
 from hdet_scale.train.job import TrainingJob, build_job
 from hdet_scale.train.progress import Show
 from hdet_scale.train.saving import newest_checkpoint, remove_partial
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace, show: Show) -> int:
         args.run = args.run or _shared_folder()
         if job.scheduler.searching or job.scheduler.config.rule == "slope":
             _probe(job, text, shape)
+        elif args.find:
+            raise ValueError(_no_search(job))
         if args.resume:
             found = newest_checkpoint(args.run)
             if found is not None:
@@ -78,6 +81,14 @@ def run(args: argparse.Namespace, show: Show) -> int:
             remove_partial(args.run)
             writer = stack.enter_context(Writer(args, job, shape, steps, show))
         return _Loop(args, job, text, shape, steps, writer, stop).run()
+
+
+def _no_search(job: TrainingJob) -> str:
+    rule, total = job.scheduler.config.rule, job.scheduler.config.total_steps
+    if rule != "auto":
+        return f"rule={rule!r} does not search: hdet find needs --rule auto"
+    least = RateSearch.least_steps(job.scheduler.replicas.size)
+    return f"a run of {total} steps is too short for a search: give --steps, at least {least}"
 
 
 def dated_folder() -> Path:
@@ -147,7 +158,10 @@ class _Loop:
                 mean, stopping = self._exchange(loss)
                 if self.writer is not None:
                     self.writer.step(job.step, mean)
-            if due or stopping:
+            if self.args.find:
+                if not job.scheduler.searching:
+                    return self._found()
+            elif due or stopping:
                 self._save()
         if stopping and job.step < self.steps:
             self._event("stop", f"stopped by SIGTERM after step {job.step}: go on with --resume")
@@ -157,6 +171,12 @@ class _Loop:
             self._save()
         if self.writer is not None:
             self.writer.end(job.step)
+        return 0
+
+    def _found(self) -> int:
+        result = self.job.scheduler.search_result
+        if self.writer is not None and result is not None:
+            self.writer.found(result, self.job.step)
         return 0
 
     def _draw(self, size: int, index: int) -> Any:

@@ -16,6 +16,7 @@ from hdet_scale.method.records import Record
 from hdet_scale.models.gpt import GPTConfig
 from hdet_scale.runs.boards import boards
 from hdet_scale.runs.log import RunLog, plain
+from hdet_scale.search.result import SearchResult
 from hdet_scale.train.job import TrainingJob, hdet_overrides
 from hdet_scale.train.progress import Show
 
@@ -94,6 +95,21 @@ class Writer:
         """Write something that happened once: a checkpoint, a stop."""
         self.log.event(event, text, step)
         self.show({"kind": "event", "event": event, "step": step, "text": text})
+
+    def found(self, result: SearchResult, step: int) -> None:
+        """Write what a search has found, where the run ends with it."""
+        self.log.end(step, base=list(result.taken))
+        self.show(
+            {
+                "kind": "end",
+                "step": step,
+                "lr": list(result.taken),
+                "range": list(result.range),
+                "cost": result.cost,
+                "verdict": result.verdict,
+                "text": f"{result.told}; log in {self.log.path.parent}",
+            }
+        )
 
     def end(self, step: int) -> None:
         """Write that the run has reached its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hdet_scale import cli
-from hdet_scale.runs.log import RunLog
+from hdet_scale.runs.log import FILE, RunLog
 from hdet_scale.train import command
 from hdet_scale.train.workers import Refused
 from tests.support import kills
@@ -47,6 +48,42 @@ def test_a_worker_that_refuses_ends_the_command_with_2(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert err.startswith("hdet train: shards=2 with --engine ddp")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+def test_find_prints_the_rate_of_the_search_and_ends(engine: str, tmp_path: Path) -> None:
+    """The rate that `hdet train` goes on with, from the same options."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    words = ["--engine", engine, "--rule", "auto", "--lr", "1e-5", "--steps", "450", "--json"]
+    words += ["--context", "16", "--run", str(tmp_path / "found")]
+    if engine == "deepspeed":
+        words += ["--config", "configs/ds_hdet.json", "--shards", "1"]
+    process = kills.start([sys.executable, "-m", "hdet_scale.cli", "find", *words])
+    out, err = process.communicate(timeout=kills.RUN_SECONDS)
+    assert process.returncode == 0, err
+    last = json.loads(out.splitlines()[-1])
+    assert last["kind"] == "end"
+    assert last["step"] <= 0.12 * 450
+    assert last["lr"][0] in (pytest.approx(1e-4), pytest.approx(1e-3))
+    low, high = last["range"]
+    assert low < last["lr"][0] < high
+    assert last["text"].startswith(f"max_lr 1e-05 -> {last['lr'][0]:.3g}, plausible ")
+    assert [path.name for path in (tmp_path / "found").iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--steps", "60"], "a run of 60 steps is too short for a search: give --steps, at least"),
+        (["--rule", "paper"], "rule='paper' does not search: hdet find needs --rule auto"),
+    ],
+)
+def test_find_without_a_search_is_refused(words: list[str], answer: str, tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "hdet_scale.cli", "find", "--context", "16"]
+    process = kills.start([*start, "--run", str(tmp_path), *words])
+    _, err = process.communicate(timeout=kills.RUN_SECONDS)
+    assert process.returncode == 2
+    assert answer in err
 
 
 def test_srun_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
