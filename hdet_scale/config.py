@@ -76,8 +76,8 @@ class HDETConfig:
     """S: optimizer steps of the run, which a search must know; OneCycleAutoLR knows it."""
     passes: float | None = None
     """Passes over the training data in the whole run; None counts as fresh data. A search is too
-    short to see a run overfit, and lowers its rates by the root of the passes. OneCycleAutoLR takes
-    them from `epochs`."""
+    short to see a run overfit, and takes lower rates where there are more than eight passes.
+    OneCycleAutoLR takes them from `epochs`."""
     probe_batches: int = 64
     """At most so many losses are taken from a probe."""
     restart_budget: float = 0.15

@@ -14,13 +14,16 @@ A trial and its run differ in three ways:
 
                  g(h) = 1 + EXTRA / (1 + h / TURN)
 
-    passes   A run that goes over its data P times overfits where its rate is high, and a trial is
-             over before that. The best rate of the run is lower by a power of P, up to REPEATS.
+    passes   A run that goes over its data P times overfits, and a trial is over before that. Where
+             it begins to overfit is a matter of rate times steps: with more passes than FRESH the
+             best rate falls in proportion to them, up to REPEATS.
 
-    c = M^BATCH g(S) / g(h) / P^REPEAT          adaptive
-    c = M^(2 BATCH) g(S) / g(h) / P^REPEAT      SGD
+                 p(P) = min(max(P, FRESH), REPEATS) / FRESH
 
-A trial that is the run (M = 1, h = S, P = 1) has c = 1. The constants of batch and steps were
+    c = M^BATCH g(S) / g(h) / p(P)          adaptive
+    c = M^(2 BATCH) g(S) / g(h) / p(P)      SGD
+
+A trial that is the run (M = 1, h = S) of fresh data has c = 1. The constants of batch and steps were
 fitted once, for all tasks: on trials and runs of 10 to 20,000 steps of small models
 (benchmarks/lr/bridge.py) and on pre-training runs of language models, 950 steps and longer
 (benchmarks/lr/steplaw.py); those of the passes on five small tasks.
@@ -32,7 +35,7 @@ from __future__ import annotations
 
 import math
 
-from hdet_scale.search.constants import BATCH, EXTRA, REPEAT, REPEATS, TURN
+from hdet_scale.search.constants import BATCH, EXTRA, FRESH, REPEATS, TURN
 
 
 def translation(
@@ -50,7 +53,7 @@ def translation(
         trial_steps: h, the steps of the trial's complete schedule; at least 1.
         run_steps: S, the steps of the run; at least trial_steps.
         adaptive: whether the optimizer divides by the gradient's size, like AdamW; False for SGD.
-        passes: P, how often the run goes over its data; up to 1 the data are fresh.
+        passes: P, how often the run goes over its data; up to FRESH it makes no difference.
 
     Returns:
         c, which rises with M and h and falls with S and P.
@@ -85,7 +88,7 @@ def translation(
             "steps over the examples of the data set"
         )
     power = BATCH if adaptive else 2 * BATCH
-    repeated = min(max(1.0, passes), REPEATS) ** REPEAT
+    repeated = min(max(passes, FRESH), REPEATS) / FRESH
     return float(batch_ratio**power * (_peak(run_steps) / _peak(trial_steps)) / repeated)
 
 

@@ -428,7 +428,7 @@ def test_what_goes_on_at_less_than_a_quarter_says_nothing_of_the_initial_rate() 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_a_run_that_repeats_its_data_has_trials_at_higher_rates(n: int, adaptive: bool) -> None:
     """By the law: a trial sees the data too few times to overfit."""
-    fresh, repeats = (search(n, adaptive=adaptive, passes=passes) for passes in (None, 16.0))
+    fresh, repeats = (search(n, adaptive=adaptive, passes=passes) for passes in (None, 32.0))
     assert fresh.trial.offsets == repeats.trial.offsets == NEAR
     assert fresh.trial.translation == pytest.approx(4.0 * repeats.trial.translation)
     assert fresh.trial.arm(n - 1) is not None

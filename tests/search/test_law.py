@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet_scale.search.constants import BATCH, EXTRA, REPEAT, REPEATS, TURN
+from hdet_scale.search.constants import BATCH, EXTRA, FRESH, REPEATS, TURN
 from hdet_scale.search.law import translation
 
 ratios = st.floats(1, 1e6)
@@ -61,13 +61,13 @@ def test_it_falls_with_the_passes_up_to_a_bound(
     fresh = translation(ratio, length, length, adaptive=adaptive)
     c, less = (translation(ratio, length, length, adaptive=adaptive, passes=p) for p in (few, many))
     assert less <= c * (1 + 1e-9)
-    assert fresh * REPEATS**-REPEAT * (1 - 1e-9) <= less <= c <= fresh
-    if many <= 1.0 or few >= REPEATS:
+    assert fresh * FRESH / REPEATS * (1 - 1e-9) <= less <= c <= fresh
+    if many <= FRESH or few >= REPEATS:
         assert less == c
 
 
 def test_values_of_the_passes() -> None:
-    for passes, divisor in ((0.3, 1), (1, 1), (4, 2), (16, 4), (64, 8), (1000, 8)):
+    for passes, divisor in ((0.3, 1), (8, 1), (16, 2), (40, 5), (64, 8), (1000, 8)):
         assert translation(1, 300, 300, passes=passes) == pytest.approx(1 / divisor)
 
 
