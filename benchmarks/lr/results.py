@@ -310,8 +310,8 @@ def measured(rows: Rows) -> str:
     cpus = sorted({f"{row['cpu']}, {row['cores']} cores" for row in rows.rows})
     versions = sorted({f"torch {row['torch']}, Python {row['python']}" for row in rows.rows})
     return (
-        f"{len(TASKS)} tasks. On {len(JUDGED)} of them (marked *) the rule was run once, at its end; "
-        f"nothing was chosen on their results. Number of seeds:\n\n"
+        f"{len(TASKS)} tasks. {len(JUDGED)} of them (marked *) were run when the rule was done; "
+        f"after that the effect of the passes was changed once. Number of seeds:\n\n"
         + "\n".join(lines)
         + f"\n\nMeasured from {dates[0]} to {dates[-1]} on {'; '.join(cpus)}, one thread, no GPU; "
         f"{'; '.join(versions)}. Each row of `benchmarks/results/lr_recovery.jsonl` and "

@@ -89,8 +89,8 @@ JUDGED: Mapping[str, Task] = {
         lr_points.distill(),
     )
 }
-"""Tasks on which nothing of the rules was chosen. Fixed learning rates were run on them to set
-`around`, and the rates at which their trials are lowest were seen before the bound of the passes
-was set (REPEATS). Two earlier rules and the present one were each run on them once, when they were
-done."""
+"""Tasks on which earlier rules and the present one were run when they were done. Fixed learning
+rates were run on them to set `around`. Of the present rule, the effect of the passes over the data
+(FRESH, REPEATS) was set after the rates at which their trials are lowest were seen, and changed
+once after a run of all tasks at 2,000 steps."""
 TASKS: Mapping[str, Task] = {**DEVELOPED, **JUDGED}

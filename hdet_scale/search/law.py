@@ -23,8 +23,8 @@ A trial and its run differ in three ways:
     c = M^BATCH g(S) / g(h) / p(P)          adaptive
     c = M^(2 BATCH) g(S) / g(h) / p(P)      SGD
 
-A trial that is the run (M = 1, h = S) of fresh data has c = 1. The constants of batch and steps were
-fitted once, for all tasks: on trials and runs of 10 to 20,000 steps of small models
+A trial that is the run (M = 1, h = S) of fresh data has c = 1. The constants of batch and steps
+were fitted once, for all tasks: on trials and runs of 10 to 20,000 steps of small models
 (benchmarks/lr/bridge.py) and on pre-training runs of language models, 950 steps and longer
 (benchmarks/lr/steplaw.py); those of the passes on five small tasks.
 
