@@ -97,7 +97,9 @@ def _shift(right: bool) -> Function:
         bits = 8 * a.dtype.itemsize
         count = np.minimum(by, np.uint32(bits - 1)).astype(a.dtype)
         moved = a >> count if right else a << count
-        return moved if right and a.dtype.kind == "i" else np.where(by < bits, moved, a.dtype.type(0))
+        return (
+            moved if right and a.dtype.kind == "i" else np.where(by < bits, moved, a.dtype.type(0))
+        )
 
     return shift
 
@@ -248,16 +250,12 @@ for _name, _function in _ORDERED.items():
         ARITHMETIC[f"setp.{_name}.{_kind}"] = compute(_ordered(_function), _kind, _kind)
         ARITHMETIC[f"setp.{_name}u.{_kind}"] = compute(_unordered(_function), _kind, _kind)
 for _kind in ("f32", "f64"):
-    ARITHMETIC[f"setp.nan.{_kind}"] = compute(
-        lambda a, b: np.isnan(a) | np.isnan(b), _kind, _kind
-    )
+    ARITHMETIC[f"setp.nan.{_kind}"] = compute(lambda a, b: np.isnan(a) | np.isnan(b), _kind, _kind)
     ARITHMETIC[f"setp.num.{_kind}"] = compute(
         lambda a, b: ~(np.isnan(a) | np.isnan(b)), _kind, _kind
     )
 for _kind in (*_INTEGERS, "b16", "b32", "b64", "f32", "f64"):
-    ARITHMETIC[f"selp.{_kind}"] = compute(
-        lambda a, b, p: np.where(p, a, b), _kind, _kind, "pred"
-    )
+    ARITHMETIC[f"selp.{_kind}"] = compute(lambda a, b, p: np.where(p, a, b), _kind, _kind, "pred")
 
 # --- conversions -----------------------------------------------------------------------------------
 
@@ -310,7 +308,7 @@ def _move(kind: str) -> Step:
         target, source = o
         if isinstance(source, Vector):
             part = np.dtype(f"u{dtype.itemsize // len(source.parts)}")
-            values = [np.broadcast_to(x.read(p, part), x.count) for p in source.parts if p]
+            values = [np.broadcast_to(x.part(p, part), x.count) for p in source.parts if p]
             x.write(target, np.stack(values, 1).view(dtype).reshape(-1))
         elif isinstance(target, Vector):
             part = np.dtype(f"u{dtype.itemsize // len(target.parts)}")
@@ -326,5 +324,3 @@ def _move(kind: str) -> Step:
 
 for _kind in ("pred", "b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64"):
     ARITHMETIC[f"mov.{_kind}"] = _move(_kind)
-
-

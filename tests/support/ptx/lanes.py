@@ -73,6 +73,13 @@ class Lanes:
             return np.zeros(1, dtype) if found is None else found.astype(dtype)
         raise PTXError(f"{operand} is not a value")
 
+    def part(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
+        """As `read`, of what becomes a part of a wider register. The compiler leaves a part that
+        nobody reads unwritten: it is all ones, not a number in any format."""
+        if type(operand) is Register and self.values[operand.index] is None:
+            return np.full(1, -1, f"i{dtype.itemsize}").view(dtype)
+        return self.read(operand, dtype)
+
     def write(self, register: Operand | None, value: np.ndarray) -> None:
         """Set a register of the active lanes; a narrower value is extended by its sign, if it has
         one, or by zeros. None is dropped."""
