@@ -63,7 +63,7 @@ def test_a_case_that_is_not_what_was_started_is_told() -> None:
     assert not any(matches(found, fp16, aligned=True) for found in gpu.launches)
 
 
-# --- integer arguments -----------------------------------------------------------------------------
+# --- integer arguments ---------------------------------------------------------------------------
 
 WIDE_INTEGERS = [
     case
@@ -80,28 +80,28 @@ def test_the_variant_of_a_bucket_beyond_32_bits(case: Case, target: str) -> None
     wide = {name: kind for name, kind in case.signature.items() if not kind.startswith("*")}
     gpu = Device(target, types=dict.fromkeys(wide, "i64") if case.kernel != "advance" else wide)
     execution_of(case)(case, gpu)
-    found = [l for l in gpu.launches if l.kernel is case.function]
+    found = [g for g in gpu.launches if g.kernel is case.function]
     assert found
-    assert all(l.signature[name] in ("i64", "i32", "constexpr") for l in found for name in wide)
+    assert all(g.signature[name] in ("i64", "i32", "constexpr") for g in found for name in wide)
     if case.kernel != "advance":
-        assert any(l.signature["numel"] == "i64" for l in found)
+        assert any(g.signature["numel"] == "i64" for g in found)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_launch_has_the_specialisations_of_its_integers(target: str) -> None:
+def test_a_launch_has_the_specializations_of_its_integers(target: str) -> None:
     """1 becomes a constant, a multiple of 16 is known as one, and both are executed."""
     gpu = run(next(c for c in cases() if c.kernel == "unpack"), target)
-    kinds = {l.signature["replicas"] for l in gpu.launches}
+    kinds = {g.signature["replicas"] for g in gpu.launches}
     assert kinds == {"i32", "constexpr"}
     gpu = run(next(c for c in cases() if c.kernel == "scale"), target)
-    assert {("numel" in l.divisible, l.signature["numel"]) for l in gpu.launches} == {
+    assert {("numel" in g.divisible, g.signature["numel"]) for g in gpu.launches} == {
         (True, "i32"),
         (False, "i32"),
         (False, "constexpr"),
     }
 
 
-# --- bytes -----------------------------------------------------------------------------------------
+# --- bytes ---------------------------------------------------------------------------------------
 
 NUMEL = 8192
 """Whole blocks, so that what is moved divides evenly."""
@@ -128,7 +128,7 @@ def test_bytes_a_parameter_of_an_optimizers_step(
     target: str,
 ) -> None:
     """Counted as the loads and stores are executed. The tables, which all threads of a block read,
-    add less than a percent of it once a cache serves the warps of a block; here every warp counts."""
+    are counted once a warp here, though a cache serves all warps of a block."""
     update = next(u for u in updates() if u.name == kernel)
     options = {**OPTIONS[kernel][0], **({"momentum": 0.0, "nesterov": False} if not moment else {})}
     gpu = Device(target)

@@ -92,7 +92,7 @@ def _shuffle(lane_of: "Callable[[np.ndarray, int], np.ndarray]") -> "Access":
         target, value, by, clamp, members = o
         x.need_warps("shfl.sync")
         numbers = [n.bits if isinstance(n, Immediate) else None for n in (by, clamp, members)]
-        if numbers[0] is None or numbers[1:] != [31, -1] and numbers[1:] != [31, 0xFFFFFFFF]:
+        if numbers[0] is None or numbers[1:] not in ([31, -1], [31, 0xFFFFFFFF]):
             raise PTXError("shfl among other lanes than the 32 of a warp")
         lanes = lane_of(np.arange(WARP), numbers[0])
         taken = x.across(x.read(value, DTYPES["b32"]))[:, lanes]

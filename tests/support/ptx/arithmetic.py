@@ -44,7 +44,7 @@ def _define(names: str, kinds: Sequence[str], function: Function, operands: int)
             ARITHMETIC[name.format(kind)] = compute(function, *[kind] * operands)
 
 
-# --- integers --------------------------------------------------------------------------------------
+# --- integers ------------------------------------------------------------------------------------
 
 _define("add.{}", _INTEGERS, np.add, 2)
 _define("sub.{}", _INTEGERS, np.subtract, 2)
@@ -146,7 +146,7 @@ def _lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> n
 
 ARITHMETIC["lop3.b32"] = compute(_lookup, "b32", "b32", "b32", "u32")
 
-# --- floats ----------------------------------------------------------------------------------------
+# --- floats --------------------------------------------------------------------------------------
 
 
 def _flushed(function: Function) -> Function:
@@ -223,7 +223,7 @@ for _name in ("f16", "bf16"):
     ARITHMETIC[f"abs.{_name}x2"] = compute(lambda a: a & np.uint32(0x7FFF7FFF), "b32")
     ARITHMETIC[f"neg.{_name}x2"] = compute(lambda a: a ^ np.uint32(0x80008000), "b32")
 
-# --- comparisons and choices -----------------------------------------------------------------------
+# --- comparisons and choices ---------------------------------------------------------------------
 
 _ORDERED: dict[str, Function] = {
     "eq": np.equal,
@@ -257,7 +257,7 @@ for _kind in ("f32", "f64"):
 for _kind in (*_INTEGERS, "b16", "b32", "b64", "f32", "f64"):
     ARITHMETIC[f"selp.{_kind}"] = compute(lambda a, b, p: np.where(p, a, b), _kind, _kind, "pred")
 
-# --- conversions -----------------------------------------------------------------------------------
+# --- conversions ---------------------------------------------------------------------------------
 
 _WHOLE: dict[str, Function] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _ALL_INTEGERS = ["s8", "u8", *_INTEGERS]
@@ -297,7 +297,7 @@ ARITHMETIC |= {
     "cvt.rn.bf16x2.f32": compute(_both(floats.to_bf16), "f32", "f32"),
 }
 
-# --- moves -----------------------------------------------------------------------------------------
+# --- moves ---------------------------------------------------------------------------------------
 
 
 def _move(kind: str) -> Step:

@@ -1,9 +1,9 @@
 """A GPU that is not there: launches of our kernels are compiled for a target and interpreted.
 
-Inside `with Device("sm_90") as gpu:` every tensor that torch makes lies in the interpreter's memory,
-and a kernel that is started there is compiled as Triton's launcher would compile it for that target,
-with the specialisations that these very arguments have, and its PTX is executed. So the code around
-a kernel (its tables, its grid, its choice of a variant) is executed as well.
+Inside `with Device("sm_90") as gpu:` every tensor that torch makes lies in the interpreter's
+memory, and a kernel that is started there is compiled as Triton's launcher would compile it for
+that target, with the specializations that these very arguments have, and its PTX is executed. So
+the code around a kernel (its tables, its grid, its choice of a variant) is executed as well.
 """
 
 import functools
@@ -68,7 +68,7 @@ class Device(TorchFunctionMode):
         target: As in `machine_code.TARGETS`: an NVIDIA one.
         shift: Place every tensor one element behind a 16-byte boundary (default: False).
         edit: Changes the PTX before it runs, to see whether a fault is found (default: None).
-        types: Types of integer arguments, by name, instead of the launch's own specialisation
+        types: Types of integer arguments, by name, instead of the launch's own specialization
             (default: None).
     """
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from hdet_scale.kernels.bucket_scale import scale, scale_reference
 from hdet_scale.kernels.cases import Case, updates
 from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
 from hdet_scale.kernels.launch import tl_dtype
 from hdet_scale.kernels.pack import pack, pack_reference
 from hdet_scale.kernels.pieces import Pieces, gather_reference, scatter_reference
-from hdet_scale.kernels.bucket_scale import scale, scale_reference
 from hdet_scale.kernels.random_words import tensor_key
 from hdet_scale.kernels.table import Combination
 from hdet_scale.kernels.unpack import unpack, unpack_reference
@@ -27,7 +27,7 @@ from tests.support.ptx.device import Device, Launch
 
 SIZES = [2065, 1024, 1000, 1]
 """Two whole blocks and a rest, one block, and less than one: a size that 16 divides and one of 1
-are specialisations of their own."""
+are specializations of their own."""
 SEED = 7
 STEPS = 3
 CLIP = 0.5
@@ -118,7 +118,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     assert torch.equal(ours, theirs), f"{what}: {int((ours != theirs).sum())} elements differ"
 
 
-# --- optimizers ------------------------------------------------------------------------------------
+# --- optimizers ----------------------------------------------------------------------------------
 
 
 def optimizer_of(update: Update) -> Any:
@@ -229,7 +229,7 @@ def _advance(case: Case, gpu: Device) -> None:
     _lockstep(update, plain, gpu, [3] * 130)
 
 
-# --- buckets ---------------------------------------------------------------------------------------
+# --- buckets -------------------------------------------------------------------------------------
 
 
 def _dtype(case: Case, name: str) -> torch.dtype:
@@ -304,7 +304,7 @@ def _pack(case: Case, gpu: Device) -> None:
 
 def _check_packed(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     """Errors, codes and scales. A value half way between two codes may take either, since the
-    kernel rounds its multiply-add once: what is sent and what is kept must still be the same sum."""
+    kernel rounds its multiply-add once: what is sent and what is kept must still have one sum."""
     (error, codes, scales), (error2, codes2, scales2) = ours, theirs
     torch.testing.assert_close(scales, scales2, rtol=1e-6, atol=0)
     numel = codes.numel()
@@ -319,7 +319,7 @@ def _check_packed(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 def _unpack(case: Case, gpu: Device) -> None:
-    """One replica is a specialisation of its own. The order of summation is the reference's, so
+    """One replica is a specialization of its own. The order of summation is the reference's, so
     that only multiply-adds, which round once, can differ: by one spacing of the largest term."""
     dtype = _dtype(case, "B")
     for numel, replicas in zip(SIZES, (3, 2, 1, 2), strict=True):

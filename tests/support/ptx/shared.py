@@ -30,9 +30,7 @@ class Shared:
             self._refuse(lanes, lane, address, empty, "loads shared memory that nobody has stored")
         race = self._touches.read(at, lane)
         if race.any():
-            what = (
-                "loads shared memory that another thread stores without a barrier between: a race"
-            )
+            what = "loads shared memory that another stores without a barrier between: a race"
             self._refuse(lanes, lane, address, race, what)
         data = self._bytes[at].view(f"u{item}")
         found = []
@@ -48,9 +46,7 @@ class Shared:
         lane, at = self._reach("store", lanes, address, item * len(values))
         read, written = self._touches.write(at, lane)
         if read.any():
-            what = (
-                "stores shared memory that another thread loads without a barrier between: a race"
-            )
+            what = "stores shared memory that another loads without a barrier between: a race"
             self._refuse(lanes, lane, address, read, what)
         chosen = [np.broadcast_to(v, lanes.count)[lane] for v in values]
         new = np.stack(chosen, 1).view(np.uint8).reshape(at.shape)
