@@ -121,8 +121,8 @@ def compile_case(case: Case, target: str, special: Specialization = PLAIN) -> An
 
     to = TARGETS[target]
     constants = {**case.constants, "BLOCK": elements_of(case, to)}
-    if "ALIGNED" in constants:
-        constants["ALIGNED"] = special.aligned
+    if "ALIGNED" in constants and not special.aligned:
+        constants["ALIGNED"] = False
     if special.one is not None:
         constants[special.one] = 1
     names = case.function.arg_names

@@ -25,9 +25,9 @@ from hdet_scale.kernels.unpack import unpack, unpack_reference
 from hdet_scale.kernels.update import Update
 from tests.support.ptx.device import Device, Launch
 
-SIZES = [2065, 1024, 1000, 1]
-"""Two whole blocks and a rest, one block, and less than one: a size that 16 divides and one of 1
-are specializations of their own."""
+SIZES = [2065, 1024, 1008, 1]
+"""Two whole blocks and a rest, one block, and less than one. A size that 16 divides and one of 1
+are specializations of their own: where 16 divides the rest, its accesses are wide too."""
 SEED = 7
 STEPS = 3
 CLIP = 0.5
@@ -241,8 +241,8 @@ def _pieces(case: Case, gpu: Device) -> tuple[Pieces, torch.Tensor, torch.Tensor
     """Tensors, a bucket with a gap between two of them, and a factor; inside of the device."""
     tensors = [values(n, _dtype(case, "T"), i) for i, n in enumerate(SIZES)]
     # Multiples of 8 elements keep the alignment of a 16-bit bucket; the last follows unaligned.
-    offsets = [0, 2080, 3104, 4107]
-    bucket = values(4120, _dtype(case, "B"))
+    offsets = [0, 2080, 3104, 4115]
+    bucket = values(4130, _dtype(case, "B"))
     return Pieces(tensors, offsets), bucket, torch.tensor(0.3)
 
 
