@@ -191,6 +191,14 @@ def _of_two_or_three(function: Function) -> Step:
 ARITHMETIC["max.f32"] = _of_two_or_three(floats.larger)
 ARITHMETIC["min.f32"] = _of_two_or_three(floats.smaller)
 
+for _name, _widen in (("f16", lambda a: a.view("f2").astype("f4")), ("bf16", floats.from_bf16)):
+    # From sm_100 on the first operand, or both factors, may be of 16 bits.
+    ARITHMETIC[f"add.rn.f32.{_name}"] = compute(lambda a, b, w=_widen: w(a) + b, "b16", "f32")
+    ARITHMETIC[f"sub.rn.f32.{_name}"] = compute(lambda a, b, w=_widen: w(a) - b, "b16", "f32")
+    ARITHMETIC[f"fma.rn.f32.{_name}"] = compute(
+        lambda a, b, c, w=_widen: floats.fma32(w(a), w(b), c), "b16", "b16", "f32"
+    )
+
 
 def _nan_or(function: Function) -> Function:
     return lambda a, b: np.where(np.isnan(a) | np.isnan(b), a + b, function(a, b))

@@ -131,18 +131,20 @@ class Device(TorchFunctionMode):
 
     def _run(self, kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
         backend = _backend(self.target)
-        kwargs = {**kwargs, "debug": False}
         bound, specialization, options = _binder(kernel, self.target)(*args, **kwargs)
         names = [p.name for p in kernel.params]
         for at, name in enumerate(names):
             if name in self._types and specialization[at][0] != "*":
                 specialization[at] = (self._types[name], "")
-        options, signature, constants, attrs = kernel._pack_args(
+        _, signature, constants, attrs = kernel._pack_args(
             backend, kwargs, bound, specialization, options
         )
+        # Said as `compile_case` says it, so that both find it in Triton's cache.
+        attrs = {path: found for path, found in attrs.items() if found}
+        said = {name: value for name, value in kwargs.items() if name not in names}
         source = ASTSource(kernel, signature, constants, attrs)
         to = _backend(self.target).target
-        compiled = triton.compile(source, target=to, options=options.__dict__)
+        compiled = triton.compile(source, target=to, options=said)
         self._check_places(bound)
         text = compiled.asm["ptx"]
         text = self._edit(text) if self._edit else text

@@ -102,6 +102,7 @@ def test_integers(operation: str, given: list[int], expected: list[int] | None) 
         ("neg.f32 %r5, %r4;", [1.5], [-1.5]),
         ("sqrt.approx.ftz.f32 %r5, %r4;", [4.0, 1e-40], [2.0, 0.0]),
         ("div.full.f32 %r5, %r4, 0f40000000;", [3.0], [1.5]),
+        ("mov.b32 {_, %rs1}, %r4;\nadd.rn.f32.bf16 %r5, %rs1, 0f3F800000;", [1.5], [2.5]),
     ],
 )
 def test_floats(operation: str, given: list[float], expected: list[float] | str) -> None:
