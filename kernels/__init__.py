@@ -13,7 +13,7 @@ imports nothing of `hdet_scale` but itself. In reading order:
     bucket_scale         a bucket times a scalar
     int8_format,         a bucket as int8 codes with scales, and the weighted sum of such buckets
     pack, unpack
-    cases,               every kernel compiled ahead of time, and what its machine code shows:
+    cases, occupancy,    every kernel compiled ahead of time, and what its machine code shows:
     machine_code,        `hdet kernels`
     inspect
     interpreter          run a function where Triton interprets the kernels, for tests

@@ -27,6 +27,23 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Specialization:
+    """What a launch tells the compiler of its arguments beside their types."""
+
+    name: str = ""
+    """How a report calls it; the plain one has no name."""
+    aligned: bool = True
+    """Whether pointers are known to be multiples of 16 bytes, and ALIGNED is said."""
+    sixteens: bool = False
+    """Whether integers are known to be multiples of 16."""
+    one: str | None = None
+    """The integer argument that is 1, which the compiler takes for a constant."""
+
+
+PLAIN = Specialization()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One kernel variant: what to compile, and the bytes that an element should move."""
 
@@ -43,6 +60,23 @@ class Case:
     """Bytes of an element in accesses that cannot be wide: int8 codes, eight to a thread."""
     elements: int | None = None
     """Elements of a program, if not the launch rule's."""
+
+    @property
+    def integers(self) -> list[str]:
+        """The arguments that are integers."""
+        return [name for name, kind in self.signature.items() if not kind.startswith("*")]
+
+    @property
+    def specializations(self) -> list[Specialization]:
+        """What launches make of the kernel, the plain one first. A launch that finds its pointers
+        in a table decides in the kernel what is aligned, and has no variant for it."""
+        found = [PLAIN]
+        if "ALIGNED" in self.constants:
+            found.append(Specialization(name="unaligned", aligned=False))
+        if self.integers:
+            found.append(Specialization(name="integers % 16", sixteens=True))
+        found += [Specialization(name=f"{n} = 1", one=n) for n in self.integers]
+        return found
 
 
 def cases() -> list[Case]:
