@@ -32,7 +32,7 @@ from hdet_scale.acceptance.findings import in_one_line
 from hdet_scale.acceptance.machine import describe_machine
 from hdet_scale.train.workers import Send, WorkerError, messages
 
-LEAST_TORCH = (2, 13)
+LEAST_TORCH = (2, 8)
 DEEPSPEED = "0.19"
 OPTIONS = {
     "triton": ("triton", "fused kernels on a GPU"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hdet_scale import cli, doctor
-from hdet_scale.acceptance import ABSENT, BAD, NO_DEVICE, OK, Finding
+from hdet_scale.acceptance import ABSENT, BAD, NO_DEVICE, OK, Finding, checklist
 from hdet_scale.acceptance.machine import describe_machine
 from hdet_scale.kernels import launch
 from hdet_scale.train.workers import Send
@@ -56,6 +56,7 @@ def test_the_output_is_one_block_to_send(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_triton_that_is_missing_or_broken_launches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert set(checklist.KERNELS), "imported here, while Triton is there"
     monkeypatch.setitem(sys.modules, "triton", None)
     absent = Finding("kernels run", ABSENT, "not checked: Triton is not installed")
     assert list(doctor._acceptance()) == [absent]
@@ -82,8 +83,8 @@ def test_a_collective_that_fails_or_lies_is_bad(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert doctor._torch() == Finding("torch", BAD, "2.9.1+cpu", "pip install 'torch>=2.13'")
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    assert doctor._torch() == Finding("torch", BAD, "2.7.1+cpu", "pip install 'torch>=2.8'")
 
 
 def test_another_deepspeed_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from hdet_scale.doctor import LEAST_TORCH
+
 ROOT = Path(__file__).parents[1]
 METADATA = ROOT / "tests" / "support" / "torch_cuda_metadata.txt"
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
@@ -114,6 +116,11 @@ def test_the_package_asks_for_torch_and_the_extra_for_its_triton() -> None:
     names = {extra: {r.name for r in required} for extra, required in setup_requires().items()}
     assert names[""] == {"torch"}
     assert names["triton"] == {"triton"}
+
+
+def test_the_doctor_asks_for_the_torch_that_the_package_asks_for() -> None:
+    (torch,) = setup_requires()[""]
+    assert str(torch.specifier) == f">={'.'.join(map(str, LEAST_TORCH))}"
 
 
 def test_the_pins_agree_among_themselves() -> None:
