@@ -18,7 +18,7 @@ ORDER = [
     # from the bottom: each may import what stands before it
     "topology", "kernels", "optim", "factors", "converge", "engines", "method", "rules", "search",
     "config", "runs", "phases", "ddp", "schedulers", "fsdp", "deepspeed", "models", "plan", "loops",
-    "train", "hf", "lightning", "doctor", "demo", "cli",
+    "acceptance", "train", "hf", "lightning", "doctor", "demo", "cli",
 ]  # fmt: skip
 DOORS = {
     "config", "schedulers", "factors", "topology", "ddp", "fsdp", "deepspeed", "hf", "lightning",
