@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hdet_scale.converge.buckets import Plan
+from hdet_scale.converge.clock import Clock
 from hdet_scale.converge.outer import outer_step
 from hdet_scale.converge.remembered import Remembered
 from hdet_scale.converge.shelf import Shelf
@@ -62,6 +63,7 @@ class Flights:
         self.replicas = replicas
         self.device = device
         self.stream = SideStream(device)
+        self.clock = Clock.of(device)
         self.shelf = Shelf()
         self.remembered = Remembered()
         self._full_precision = full_precision
@@ -121,6 +123,7 @@ class Flights:
             A scalar for each bucket that is finite where all of its elements are.
         """
         self.drop_copies()
+        self.stream.join()  # a buffer that was given back there may be in use until then
         found = []
         for t in transfers:
             self._copies[t.index] = self.borrow(t)
@@ -130,6 +133,7 @@ class Flights:
     def take_copies(self, transfers: Iterable[Transfer]) -> list[Tensor]:
         """Copies of the buckets: those of `copy_checked`, or made now."""
         taken = []
+        self.stream.join()
         for t in transfers:
             copy = self._copies.pop(t.index, None)
             taken.append(self._staged[t.index].gather(self.borrow(t)) if copy is None else copy)
