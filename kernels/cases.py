@@ -20,7 +20,7 @@ from hdet_scale.kernels.launch import require_triton, tl_dtype
 from hdet_scale.kernels.pack import pack_kernel
 from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
 from hdet_scale.kernels.table import Combination
-from hdet_scale.kernels.unpack import unpack_kernel
+from hdet_scale.kernels.unpack import FROM_POINT, MOVE_POINT, NO_POINT, unpack_kernel
 from hdet_scale.kernels.update import Update, update_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +97,13 @@ def _copy_cases() -> Iterator[Case]:
                     kernel=name,
                     variant=f"tensor {_short(tensor)} bucket {_short(bucket)}",
                     function=function,
-                    signature={"pieces": "*i64", "chunks": "*i32", flag: "*i32", "scale": "*fp32"},
+                    signature={
+                        **dict.fromkeys(("addresses", "places"), "*i64"),
+                        "chunks": "*i32",
+                        "bucket": f"*{_short(bucket)}",
+                        flag: "*i32",
+                        "scale": "*fp32",
+                    },
                     constants={"T": tl_dtype(tensor), "B": tl_dtype(bucket)},
                     reads=reads,
                     writes=writes,
@@ -125,28 +131,29 @@ def _int8_cases(dtype: torch.dtype, size: int, short: str) -> Iterator[Case]:
         kernel="pack",
         variant=f"x {short}",
         function=pack_kernel,
-        signature={"x": f"*{short}", "error": "*fp32", **packed, "numel": "i64"},
+        signature={"x": f"*{short}", "point": "*fp32", "error": "*fp32", **packed, "numel": "i64"},
         constants={"Q": QUANTUM, "ALIGNED": True},
-        reads=size + 4,
+        reads=size + 8,
         writes=4,
         narrow=1,
     )
-    yield Case(
-        kernel="unpack",
-        variant=f"out {short}",
-        function=unpack_kernel,
-        signature={
-            **packed,
-            "weights": "*fp32",
-            "out": f"*{short}",
-            **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
-            "numel": "i64",
-        },
-        constants={"B": tl_dtype(dtype), "Q": QUANTUM, "ALIGNED": True},
-        reads=0,
-        writes=size,
-        narrow=1,
-    )
+    for mode, name in ((NO_POINT, ""), (FROM_POINT, " from point"), (MOVE_POINT, " move point")):
+        yield Case(
+            kernel="unpack",
+            variant=f"out {short}{name}",
+            function=unpack_kernel,
+            signature={
+                **packed,
+                **dict.fromkeys(("weights", "point"), "*fp32"),
+                "out": f"*{short}",
+                **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
+                "numel": "i64",
+            },
+            constants={"B": tl_dtype(dtype), "MODE": mode, "Q": QUANTUM, "ALIGNED": True},
+            reads=4 * (mode != NO_POINT),
+            writes=size + 4 * (mode == MOVE_POINT),
+            narrow=1,
+        )
 
 
 def _advance_case() -> Case:

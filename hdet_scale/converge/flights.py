@@ -101,13 +101,14 @@ class Flights:
     def mean(self, transfer: Transfer, flat: Tensor, included: Sequence[bool]) -> Flight:
         """The mean of a flat bucket in place, with the outer step and what is remembered."""
         index, wire, kept = transfer.index, transfer.wire, self.remembered
-        memory = kept.memory(index) if wire.remembers else None
+        moves = wire.moves_point and transfer.outer is None
+        memory = kept.memory(index, moves=moves) if wire.remembers else None
         if wire.remembers and memory is None:
             wire = self._full_precision  # the first mean sets the point
         yield from wire.flight(flat, included, memory)
         if transfer.outer is not None and index in kept.points:
             outer_step(flat, kept.points[index], kept.momentum(index), transfer.outer)
-        if transfer.keeps_point:
+        if transfer.keeps_point and not (moves and memory is not None):
             kept.set_point(index, flat)
 
     def borrow(self, transfer: Transfer) -> Tensor:
