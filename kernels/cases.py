@@ -19,6 +19,7 @@ from hdet_scale.kernels.int8_format import QUANTUM
 from hdet_scale.kernels.launch import require_triton, tl_dtype
 from hdet_scale.kernels.pack import pack_kernel
 from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
+from hdet_scale.kernels.row_mean import row_mean_kernel
 from hdet_scale.kernels.table import Combination
 from hdet_scale.kernels.unpack import FROM_POINT, MOVE_POINT, NO_POINT, unpack_kernel
 from hdet_scale.kernels.update import Update, update_kernel
@@ -123,6 +124,27 @@ def _bucket_cases() -> Iterator[Case]:
             writes=size,
         )
         yield from _int8_cases(dtype, size, short)
+        yield from _mean_cases(dtype)
+
+
+def _mean_cases(out: torch.dtype) -> Iterator[Case]:
+    for rows in _DTYPES[1:]:
+        if out in (rows, torch.float32):
+            yield Case(
+                kernel="row_mean",
+                variant=f"2 rows {_short(rows)} out {_short(out)}",
+                function=row_mean_kernel,
+                signature={
+                    "rows": f"*{_short(rows)}",
+                    "chosen": "*i32",
+                    "factor": "*fp32",
+                    "out": f"*{_short(out)}",
+                    **dict.fromkeys(("stride", "numel"), "i64"),
+                },
+                constants={"B": tl_dtype(out), "COUNT": 2, "ALIGNED": True},
+                reads=2 * _size(rows),
+                writes=_size(out),
+            )
 
 
 def _int8_cases(dtype: torch.dtype, size: int, short: str) -> Iterator[Case]:
