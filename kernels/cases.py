@@ -88,27 +88,39 @@ def _update_case(update: Update, c: Combination) -> Case:
 def _copy_cases() -> Iterator[Case]:
     for tensor in _DTYPES:
         for bucket in _DTYPES:
-            for name, function, flag in (
-                ("gather", gather_kernel, "flag"),
-                ("scatter", scatter_kernel, "skip"),
-            ):
-                ends = (_size(tensor), _size(bucket))
-                reads, writes = ends if name == "gather" else ends[::-1]
-                yield Case(
-                    kernel=name,
-                    variant=f"tensor {_short(tensor)} bucket {_short(bucket)}",
-                    function=function,
-                    signature={
-                        **dict.fromkeys(("addresses", "places"), "*i64"),
-                        "chunks": "*i32",
-                        "bucket": f"*{_short(bucket)}",
-                        flag: "*i32",
-                        "scale": "*fp32",
-                    },
-                    constants={"T": tl_dtype(tensor), "B": tl_dtype(bucket)},
-                    reads=reads,
-                    writes=writes,
-                )
+            there, back = _size(tensor), _size(bucket)
+            yield _copy_case("gather", gather_kernel, (tensor, bucket), there, back)
+            yield _copy_case("scatter", scatter_kernel, (tensor, bucket), back, there, ADD=False)
+        # What an averaging in the background has found is added: the bucket is fp32 then.
+        wide = (tensor, torch.float32)
+        size = _size(tensor)
+        yield _copy_case("scatter", scatter_kernel, wide, 4 + size, size, ADD=True)
+
+
+def _copy_case(
+    name: str,
+    function: Any,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    reads: float,
+    writes: float,
+    **mode: bool,
+) -> Case:
+    tensor, bucket = dtypes
+    return Case(
+        kernel=name,
+        variant=f"tensor {_short(tensor)} bucket {_short(bucket)}{' add' * any(mode.values())}",
+        function=function,
+        signature={
+            **dict.fromkeys(("addresses", "places"), "*i64"),
+            "chunks": "*i32",
+            "bucket": f"*{_short(bucket)}",
+            "flag" if name == "gather" else "skip": "*i32",
+            "scale": "*fp32",
+        },
+        constants={"T": tl_dtype(tensor), "B": tl_dtype(bucket), **mode},
+        reads=reads,
+        writes=writes,
+    )
 
 
 def _bucket_cases() -> Iterator[Case]:

@@ -1,7 +1,8 @@
 """Tensors copied into a flat bucket and back, one launch for each dtype.
 
     gather    bucket[o:o+n] <- cast(scale * tensor), and a flag if any element is not finite
-    scatter   tensor <- cast(scale * bucket[o:o+n]), unless a flag says to skip
+    scatter   tensor <- cast(scale * bucket[o:o+n]), or that added to the tensor, unless a flag says
+              to skip
 
 Scale and flag are device scalars: nothing here waits for the device. The finite check looks at
 what was cast, so that a value that is finite in fp32 and overflows in fp16 is found too. Where no
@@ -104,6 +105,7 @@ def _scatter_block(  # type: ignore[no-untyped-def]
     scale,
     T: tl.constexpr,
     B: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -113,6 +115,8 @@ def _scatter_block(  # type: ignore[no-untyped-def]
         mask = i < numel - start
     tensor, place = _ends(t_at, b_at, start, T, B, VECTOR)
     x = tl.load(place + i, mask=mask).to(tl.float32) * scale
+    if ADD:
+        x += tl.load(tensor + i, mask=mask).to(tl.float32)
     tl.store(tensor + i, nearest(x, T), mask=mask)
 
 
@@ -126,6 +130,7 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     scale,
     T: tl.constexpr,
     B: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if tl.load(skip) == 0:
@@ -138,9 +143,9 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
         numel = tl.load(places + row * 2)
         factor = tl.load(scale)
         if packed % 2 != 0 and (t_at | b_at) % 16 == 0:
-            _scatter_block(t_at, b_at, start, numel, factor, T, B, BLOCK, True)
+            _scatter_block(t_at, b_at, start, numel, factor, T, B, ADD, BLOCK, True)
         else:
-            _scatter_block(t_at, b_at, start, numel, factor, T, B, BLOCK, False)
+            _scatter_block(t_at, b_at, start, numel, factor, T, B, ADD, BLOCK, False)
 
 
 class Pieces:
@@ -221,6 +226,8 @@ class Pieces:
         bucket: torch.Tensor,
         scale: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
+        *,
+        add: bool = False,
     ) -> None:
         """Copy the bucket back into the tensors.
 
@@ -228,12 +235,14 @@ class Pieces:
             bucket: What `gather` has filled.
             scale: A device scalar that multiplies every element (default: None, which is 1).
             skip: An int32 tensor [1]; other than 0, every tensor is left as it is (default: None).
+            add: Add to the tensors instead, in fp32 and rounded once (default: False).
         """
         self._check(bucket)
         if not on_kernels(bucket):
-            scatter_reference(self.tensors, self.offsets, bucket, scale, skip)
+            scatter_reference(self.tensors, self.offsets, bucket, scale, skip, add=add)
             return
-        self._launch(scatter_kernel, bucket, _never(bucket.device) if skip is None else skip, scale)
+        flag = _never(bucket.device) if skip is None else skip
+        self._launch(scatter_kernel, bucket, flag, scale, ADD=add)
 
     def _check(self, bucket: torch.Tensor) -> None:
         if bucket.dim() != 1 or not bucket.is_contiguous() or bucket.numel() < self.numel:
@@ -249,7 +258,12 @@ class Pieces:
             )
 
     def _launch(
-        self, kernel: object, bucket: torch.Tensor, flag: torch.Tensor, scale: torch.Tensor | None
+        self,
+        kernel: object,
+        bucket: torch.Tensor,
+        flag: torch.Tensor,
+        scale: torch.Tensor | None,
+        **constants: bool,
     ) -> None:
         block = device_block_size(bucket.device)
         if not self._chunks:
@@ -270,6 +284,7 @@ class Pieces:
                 T=tl_dtype(dtype),
                 B=tl_dtype(bucket.dtype),
                 BLOCK=block,
+                **constants,
             )
 
     def _lay_out(self, device: torch.device, block: int) -> None:
@@ -338,10 +353,13 @@ def scatter_reference(
     bucket: torch.Tensor,
     scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """`Pieces.scatter` in torch."""
     if skip is not None and bool(skip):
         return
     for tensor, offset in zip(tensors, offsets, strict=True):
         piece = bucket[offset : offset + tensor.numel()]
-        tensor.copy_(piece if scale is None else piece.float() * scale)
+        value = piece if scale is None else piece.float() * scale
+        tensor.copy_(value.float() + tensor.float() if add else value)

@@ -148,9 +148,8 @@ class Flights:
 
     def fold(self, transfer: Transfer, result: Tensor, *, replace: bool) -> None:
         """Add a flat result to the tensors of a bucket, or replace them by it."""
-        views = self._staged[transfer.index].views
-        for view, part in zip(views, result.split([v.numel() for v in views]), strict=True):
-            view.copy_(part) if replace else view.add_(part)
+        staged = self._staged[transfer.index]
+        staged.scatter(result) if replace else staged.add(result)
 
 
 def _end_one(under_way: deque[tuple[bool, Flight]]) -> None:

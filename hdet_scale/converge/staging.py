@@ -79,6 +79,15 @@ class StagedBucket:
         for view, part in zip(self.views, _parts(flat, self.views), strict=True):
             view.copy_(part)
 
+    def add(self, flat: Tensor) -> None:
+        """Add `flat` to the views, in fp32 and rounded once."""
+        pieces = self._kernels(flat)
+        if pieces is not None:
+            pieces.scatter(flat, add=True)
+            return
+        for view, part in zip(self.views, _parts(flat, self.views), strict=True):
+            view.add_(part)
+
     def _kernels(self, flat: Tensor) -> Pieces | None:
         exact = flat.dtype == torch.float32 and all(v.dtype in NARROW for v in self.views)
         if not (exact and on_kernels(flat)):

@@ -17,6 +17,7 @@ from hdet_scale import Replicas
 from hdet_scale.converge.int8 import message_bytes
 from hdet_scale.converge.outer import OuterStep
 from hdet_scale.converge.pipeline import Converge
+from hdet_scale.converge.side_stream import SideStream
 from hdet_scale.engines.gradient_mean import GradientMean
 from hdet_scale.kernels import pieces
 from tests.support.fleet import Fleet
@@ -105,6 +106,37 @@ def test_buckets_that_take_turns_with_buffers_keep_their_tables(
     """An odd number of them finds itself in the other of two buffers at each converge."""
     first = [buckets, 0, 0, 0]
     assert device_pair.run(_tables, buckets) == [(buckets, first, first)] * 2
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+class Queued(SideStream):
+    """Answers as a side stream on CUDA: the thread that is counted runs the flights."""
+
+    enqueues = True
+
+
+def _in_the_background(rank: int, size: int) -> tuple[int, float]:
+    """Launches, and bytes an element, from the start to the fold, of 20 tensors in one bucket."""
+    tensors = [draw(1024, seed=i) + rank for i in range(20)]
+    converge = Converge(tensors, Replicas.world(), background=True)
+    converge._flights.stream = Queued(converge.device)
+    for _ in range(2):
+        with moved_bytes() as moved:
+            converge.start([True] * size).finish()
+    return moved.launches, moved.total / (20 * 1024)
+
+
+def test_a_background_averaging_is_copied_and_folded_in_by_one_launch_each(
+    device_pair: Fleet,
+) -> None:
+    """8 bytes an element for the copy, 8 for the mean's own, 12 for the difference, 12 to fold it
+    in; and 8 to scale before gloo's sum, which NCCL's mean does not need."""
+    for launches, moved in device_pair.run(_in_the_background):
+        print(f"overlap: {moved:.3f} bytes an element")
+        assert launches == 2
+        assert 48 <= moved < 48.1
 
 
 # -- gradients -------------------------------------------------------------------------------------
