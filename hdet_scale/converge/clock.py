@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,35 +17,37 @@ class Clock:
     have passed and that it has not returned before: as a rule those of the round before.
 
     Args:
-        event: makes an event that can be recorded, queried and timed; None for the host's clock.
+        mark: records an event, which can be queried and timed; None for the host's clock.
     """
 
-    def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        self._event = event
+    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
+        self._mark = mark
         self._timed: deque[tuple[Any, Any]] = deque()
 
     @classmethod
     def of(cls, device: torch.device) -> Clock:
         """Events on CUDA; elsewhere an averaging is over when its call returns."""
-        cuda = device.type == "cuda"
-        return cls(functools.partial(torch.cuda.Event, enable_timing=True) if cuda else None)
+        if device.type != "cuda":
+            return cls()
+
+        def mark() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            return event
+
+        return cls(mark)
 
     def begin(self) -> Any:
         """What `end` needs to know of the beginning."""
-        return time.perf_counter() if self._event is None else self._recorded(self._event)
+        return time.perf_counter() if self._mark is None else self._mark()
 
     def end(self, begin: Any) -> float:
         """The averaging that began with `begin` has been done, or queued: seconds."""
-        if self._event is None:
+        if self._mark is None:
             return float(time.perf_counter() - begin)
-        self._timed.append((begin, self._recorded(self._event)))
+        self._timed.append((begin, self._mark()))
         milliseconds = 0.0
         while self._timed and self._timed[0][1].query():
             first, last = self._timed.popleft()
             milliseconds += first.elapsed_time(last)
         return milliseconds / 1e3
-
-    def _recorded(self, event: Callable[[], Any]) -> Any:
-        made = event()
-        made.record()
-        return made

@@ -15,7 +15,7 @@ class Event:
     now = 0.0
     done = 0.0
 
-    def record(self) -> None:
+    def __init__(self) -> None:
         self.at = Event.now
 
     def query(self) -> bool:
