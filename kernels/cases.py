@@ -148,12 +148,11 @@ def _mean_cases(out: torch.dtype) -> Iterator[Case]:
                 function=row_mean_kernel,
                 signature={
                     "rows": f"*{_short(rows)}",
-                    "chosen": "*i32",
                     "factor": "*fp32",
                     "out": f"*{_short(out)}",
                     **dict.fromkeys(("stride", "numel"), "i64"),
                 },
-                constants={"B": tl_dtype(out), "COUNT": 2, "ALIGNED": True},
+                constants={"B": tl_dtype(out), "ROWS": 2, "INCLUDED": 3, "ALIGNED": True},
                 reads=2 * _size(rows),
                 writes=_size(out),
             )

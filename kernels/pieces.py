@@ -9,7 +9,6 @@ what was cast, so that a value that is finite in fp32 and overflows in fp16 is f
 kernel runs, the torch references at the end of the file do.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -241,7 +240,7 @@ class Pieces:
         if not on_kernels(bucket):
             scatter_reference(self.tensors, self.offsets, bucket, scale, skip, add=add)
             return
-        flag = _never(bucket.device) if skip is None else skip
+        flag = constant(0.0, bucket.device).view(torch.int32) if skip is None else skip
         self._launch(scatter_kernel, bucket, flag, scale, ADD=add)
 
     def _check(self, bucket: torch.Tensor) -> None:
@@ -307,12 +306,6 @@ class Pieces:
             host = host.pin_memory()
         self._addresses.copy_(host, non_blocking=True)
         self._seen = now
-
-
-@functools.lru_cache(maxsize=64)
-def _never(device: torch.device) -> torch.Tensor:
-    """A flag that nothing raises."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def flat_view(tensor: torch.Tensor, position: int) -> torch.Tensor:

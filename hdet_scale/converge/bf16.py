@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hdet_scale.converge.peers import blocks, post, wait
+from hdet_scale.converge.peers import blocks, included_rows, post, wait
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.converge.wire_interface import Flight, Wire
 from hdet_scale.kernels.choice import on_kernels
@@ -74,17 +74,16 @@ def mean_into(out: Tensor, rows: Tensor, included: Sequence[bool], total: Tensor
         included: one flag for each row.
         total: fp32, as long as `out`, which it may be; where a CPU forms the sum.
     """
-    chosen = [r for r, wanted in enumerate(included) if wanted]
     if on_kernels(out):
         from hdet_scale.kernels.row_mean import row_mean
 
-        row_mean(rows, chosen, out)
+        row_mean(rows, included, out)
         return
-    for into, acc, first, *others in blocks([out, total, *(rows[r] for r in chosen)]):
+    for into, acc, first, *others in blocks([out, total, *included_rows(list(rows), included)]):
         acc.copy_(first)
         for row in others:
             acc.add_(row)
-        acc.mul_(1.0 / len(chosen))
+        acc.mul_(1.0 / sum(included))
         if into.data_ptr() != acc.data_ptr():
             into.copy_(acc)
 
