@@ -10,7 +10,8 @@ imports nothing of `hdet_scale` but itself. In reading order:
     random_words,        stochastic rounding to 16 bits
     rounding
     pieces               tensors to a flat bucket and back (gather, scatter)
-    bucket_scale         a bucket times a scalar
+    bucket_scale,        a bucket times a scalar; the mean of the replicas' 16-bit buckets
+    row_mean
     int8_format,         a bucket as int8 codes with scales, and the weighted sum of such buckets
     pack, unpack
     cases, occupancy,    every kernel compiled ahead of time, and what its machine code shows:

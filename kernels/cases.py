@@ -19,8 +19,9 @@ from hdet_scale.kernels.int8_format import QUANTUM
 from hdet_scale.kernels.launch import require_triton, tl_dtype
 from hdet_scale.kernels.pack import pack_kernel
 from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
+from hdet_scale.kernels.row_mean import row_mean_kernel
 from hdet_scale.kernels.table import Combination
-from hdet_scale.kernels.unpack import unpack_kernel
+from hdet_scale.kernels.unpack import FROM_POINT, MOVE_POINT, NO_POINT, unpack_kernel
 from hdet_scale.kernels.update import Update, update_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,21 +122,39 @@ def _update_case(update: Update, c: Combination) -> Case:
 def _copy_cases() -> Iterator[Case]:
     for tensor in _DTYPES:
         for bucket in _DTYPES:
-            for name, function, flag in (
-                ("gather", gather_kernel, "flag"),
-                ("scatter", scatter_kernel, "skip"),
-            ):
-                ends = (_size(tensor), _size(bucket))
-                reads, writes = ends if name == "gather" else ends[::-1]
-                yield Case(
-                    kernel=name,
-                    variant=f"tensor {_short(tensor)} bucket {_short(bucket)}",
-                    function=function,
-                    signature={"pieces": "*i64", "chunks": "*i32", flag: "*i32", "scale": "*fp32"},
-                    constants={"T": tl_dtype(tensor), "B": tl_dtype(bucket)},
-                    reads=reads,
-                    writes=writes,
-                )
+            there, back = _size(tensor), _size(bucket)
+            yield _copy_case("gather", gather_kernel, (tensor, bucket), there, back)
+            yield _copy_case("scatter", scatter_kernel, (tensor, bucket), back, there, ADD=False)
+        # What an averaging in the background has found is added: the bucket is fp32 then.
+        wide = (tensor, torch.float32)
+        size = _size(tensor)
+        yield _copy_case("scatter", scatter_kernel, wide, 4 + size, size, ADD=True)
+
+
+def _copy_case(
+    name: str,
+    function: Any,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    reads: float,
+    writes: float,
+    **mode: bool,
+) -> Case:
+    tensor, bucket = dtypes
+    return Case(
+        kernel=name,
+        variant=f"tensor {_short(tensor)} bucket {_short(bucket)}{' add' * any(mode.values())}",
+        function=function,
+        signature={
+            **dict.fromkeys(("addresses", "places"), "*i64"),
+            "chunks": "*i32",
+            "bucket": f"*{_short(bucket)}",
+            "flag" if name == "gather" else "skip": "*i32",
+            "scale": "*fp32",
+        },
+        constants={"T": tl_dtype(tensor), "B": tl_dtype(bucket), **mode},
+        reads=reads,
+        writes=writes,
+    )
 
 
 def _bucket_cases() -> Iterator[Case]:
@@ -151,6 +170,26 @@ def _bucket_cases() -> Iterator[Case]:
             writes=size,
         )
         yield from _int8_cases(dtype, size, short)
+        yield from _mean_cases(dtype)
+
+
+def _mean_cases(out: torch.dtype) -> Iterator[Case]:
+    for rows in _DTYPES[1:]:
+        if out in (rows, torch.float32):
+            yield Case(
+                kernel="row_mean",
+                variant=f"2 rows {_short(rows)} out {_short(out)}",
+                function=row_mean_kernel,
+                signature={
+                    "rows": f"*{_short(rows)}",
+                    "factor": "*fp32",
+                    "out": f"*{_short(out)}",
+                    **dict.fromkeys(("stride", "numel"), "i64"),
+                },
+                constants={"B": tl_dtype(out), "ROWS": 2, "INCLUDED": 3, "ALIGNED": True},
+                reads=2 * _size(rows),
+                writes=_size(out),
+            )
 
 
 def _int8_cases(dtype: torch.dtype, size: int, short: str) -> Iterator[Case]:
@@ -159,28 +198,29 @@ def _int8_cases(dtype: torch.dtype, size: int, short: str) -> Iterator[Case]:
         kernel="pack",
         variant=f"x {short}",
         function=pack_kernel,
-        signature={"x": f"*{short}", "error": "*fp32", **packed, "numel": "i64"},
+        signature={"x": f"*{short}", "point": "*fp32", "error": "*fp32", **packed, "numel": "i64"},
         constants={"Q": QUANTUM, "ALIGNED": True},
-        reads=size + 4,
+        reads=size + 8,
         writes=4,
         narrow=1,
     )
-    yield Case(
-        kernel="unpack",
-        variant=f"out {short}",
-        function=unpack_kernel,
-        signature={
-            **packed,
-            "weights": "*fp32",
-            "out": f"*{short}",
-            **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
-            "numel": "i64",
-        },
-        constants={"B": tl_dtype(dtype), "Q": QUANTUM, "ALIGNED": True},
-        reads=0,
-        writes=size,
-        narrow=1,
-    )
+    for mode, name in ((NO_POINT, ""), (FROM_POINT, " from point"), (MOVE_POINT, " move point")):
+        yield Case(
+            kernel="unpack",
+            variant=f"out {short}{name}",
+            function=unpack_kernel,
+            signature={
+                **packed,
+                **dict.fromkeys(("weights", "point"), "*fp32"),
+                "out": f"*{short}",
+                **dict.fromkeys(("replicas", "code_stride", "scale_stride"), "i32"),
+                "numel": "i64",
+            },
+            constants={"B": tl_dtype(dtype), "MODE": mode, "Q": QUANTUM, "ALIGNED": True},
+            reads=4 * (mode != NO_POINT),
+            writes=size + 4 * (mode == MOVE_POINT),
+            narrow=1,
+        )
 
 
 def _advance_case() -> Case:

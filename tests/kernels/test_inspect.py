@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 COMMON = ("sm_80", "sm_90", "sm_100", "gfx942")
 RARE = tuple(target for target in TARGETS if target not in COMMON)
 
-KERNELS = {"adamw", "sgd", "lion", "gather", "scatter", "scale", "pack", "unpack", "advance"}
+COPIES = {"gather", "scatter", "scale", "row_mean", "pack", "unpack"}
+KERNELS = {"adamw", "sgd", "lion", "advance"} | COPIES
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def test_every_kernel_and_dtype_combination_on_the_common_targets(found: list[Re
     count = {k: len({r.variant for r in found if r.kernel == k}) for k in KERNELS}
     assert count["adamw"] == count["lion"] == len(combinations())
     assert count["sgd"] == len(combinations(momentless=True))
-    assert count["gather"] == count["scatter"] == 9
+    assert (count["gather"], count["scatter"]) == (9, 9 + 3)  # and three that add
+    assert (count["unpack"], count["row_mean"]) == (9, 4)
     registers = defaultdict(list)
     for r in found:
         registers[r.kernel, r.target].append(r.registers)
@@ -171,6 +173,10 @@ def test_a_target_that_triton_does_not_know_is_a_fault(monkeypatch: pytest.Monke
         ("adamw", "p,g bf16 m bf16", 14),
         ("sgd", "p,g fp32 m fp32", 20),
         ("sgd", "p,g fp32 m none", 12),
+        ("row_mean", "2 rows bf16 out fp32", 8),
+        ("pack", "x fp32", 17),
+        ("unpack", "out fp32 move point", 13),
+        ("scatter", "tensor fp32 bucket fp32 add", 12),
         ("lion", "p,g fp32 m fp32", 20),
         ("gather", "tensor fp32 bucket fp32", 8),
         ("scatter", "tensor bf16 bucket fp32", 6),
