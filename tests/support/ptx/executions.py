@@ -20,8 +20,9 @@ from hdet_scale.kernels.launch import tl_dtype
 from hdet_scale.kernels.pack import pack, pack_reference
 from hdet_scale.kernels.pieces import Pieces, gather_reference, scatter_reference
 from hdet_scale.kernels.random_words import tensor_key
+from hdet_scale.kernels.row_mean import row_mean, row_mean_reference
 from hdet_scale.kernels.table import Combination
-from hdet_scale.kernels.unpack import unpack, unpack_reference
+from hdet_scale.kernels.unpack import MOVE_POINT, NO_POINT, unpack, unpack_reference
 from hdet_scale.kernels.update import Update
 from tests.support.ptx.device import Device, Launch
 
@@ -261,15 +262,17 @@ def _gather(case: Case, gpu: Device) -> None:
 
 
 def _scatter(case: Case, gpu: Device) -> None:
+    add = case.constants["ADD"]
     with gpu:
         pieces, bucket, factor = _pieces(case, gpu)
         theirs = [t.clone() for t in pieces.tensors]
         skip = torch.ones(1, dtype=torch.int32)
-        pieces.scatter(bucket, factor, skip)
+        pieces.scatter(bucket, factor, skip, add=add)
         for ours, kept in zip(pieces.tensors, theirs, strict=True):
             same(ours, kept, "a tensor that was to be left alone")
-        pieces.scatter(bucket, factor)
-    scatter_reference(theirs, pieces.offsets, bucket, factor)
+        # Times one, a multiply-add rounds as the sum does.
+        pieces.scatter(bucket, None if add else factor, add=add)
+    scatter_reference(theirs, pieces.offsets, bucket, None if add else factor, add=add)
     for ours, wanted in zip(pieces.tensors, theirs, strict=True):
         same(ours, wanted, "tensor")
 
@@ -291,14 +294,15 @@ def _pack(case: Case, gpu: Device) -> None:
     for numel in SIZES:
         with gpu:
             x = values(numel, dtype)
-            x[: numel // 3] = 0
+            point = values(numel, seed=3)
+            x[: numel // 3] = point[: numel // 3] = 0
             ours = [torch.zeros(numel), torch.empty(numel, dtype=torch.int8)]
             ours.append(torch.empty(packed_blocks(numel)))
         for _ in range(2):
             theirs = [t.clone() for t in ours]
             with gpu:
-                pack(x, *ours)
-            pack_reference(x, *theirs)
+                pack(x, point, *ours)
+            pack_reference(x, point, *theirs)
             _check_packed(ours, theirs)
 
 
@@ -329,12 +333,32 @@ def _unpack(case: Case, gpu: Device) -> None:
             blocks = packed_blocks(numel)
             scales = values(replicas * blocks, seed=1).abs().view(replicas, blocks)
             weights, out = values(replicas, seed=2).abs(), torch.empty(numel, dtype=dtype)
-            theirs = out.clone()
-            unpack(codes, scales, weights, out)
-        unpack_reference(codes, scales, weights, theirs)
+            theirs, mode = out.clone(), case.constants["MODE"]
+            point = None if mode == NO_POINT else values(numel, seed=3)
+            kept = None if point is None else point.clone()
+            unpack(codes, scales, weights, out, point, move=mode == MOVE_POINT)
+        unpack_reference(codes, scales, weights, theirs, kept, move=mode == MOVE_POINT)
         atol = (127 * scales.max() * weights.max()).item() * 2.0**-22
         rtol = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         torch.testing.assert_close(out, theirs, rtol=rtol, atol=atol)
+        if point is not None:
+            torch.testing.assert_close(point, kept, rtol=0, atol=atol)
+
+
+def _row_mean(case: Case, gpu: Device) -> None:
+    """The rows that are chosen, of a table with one more that is not a number."""
+    rows16, _, out_dtype = case.variant.removeprefix("2 rows ").partition(" out ")
+    known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for numel in SIZES:
+        with gpu:
+            stride = 8 * -(-numel // 8)
+            table = values(3 * stride, known[rows16]).view(3, stride)[:, :numel]
+            table[1] = torch.nan
+            out = torch.empty(numel, dtype=known[out_dtype])
+            theirs = out.clone()
+            row_mean(table[::2], [True, True], out)
+        row_mean_reference(table[::2], [True, True], theirs)
+        same(out, theirs, f"mean of {numel}")
 
 
 EXECUTIONS: dict[str, Callable[[Case, Device], None]] = {
@@ -343,5 +367,6 @@ EXECUTIONS: dict[str, Callable[[Case, Device], None]] = {
     "scatter": _scatter,
     "scale": _scale,
     "pack": _pack,
+    "row_mean": _row_mean,
     "unpack": _unpack,
 }
