@@ -4,7 +4,8 @@ Importing a file defines its kernels; where Triton is missing the references sti
 imports nothing of `hdet_scale` but itself. In reading order:
 
     choice, launch       whether a kernel runs here, and how it is started
-    table, scalars       what a launch over all tensors reads: addresses, and each group's numbers
+    addresses, table,    what a launch over all tensors reads: addresses, and each group's numbers
+    scalars
     advance, update      count the steps, then update every tensor by an optimizer's rule
     adamw, sgd, lion     the rules
     random_words,        stochastic rounding to 16 bits

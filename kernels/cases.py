@@ -16,7 +16,7 @@ import hdet_scale.kernels as room
 from hdet_scale.kernels.advance import advance_kernel
 from hdet_scale.kernels.bucket_scale import scale_kernel
 from hdet_scale.kernels.int8_format import QUANTUM
-from hdet_scale.kernels.launch import require_triton, tl_dtype
+from hdet_scale.kernels.launch import SPAN, require_triton, tl_dtype
 from hdet_scale.kernels.pack import pack_kernel
 from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
 from hdet_scale.kernels.table import Combination
@@ -76,8 +76,13 @@ def _update_case(update: Update, c: Combination) -> Case:
         kernel=update.name,
         variant=f"p,g {_short(c.param)} m {_short(c.moment)}{mode}",
         function=update_kernel,
-        signature={"tensors": "*i64", "chunks": "*i32", **dict.fromkeys(pointers, "*fp32")},
-        constants=update.constants(c),
+        signature={
+            "tensors": "*i64",
+            "grads": "*i64",
+            "chunks": "*i32",
+            **dict.fromkeys(pointers, "*fp32"),
+        },
+        constants={**update.constants(c), "SPAN": SPAN},
         # With a master the parameter is written and not read.
         reads=state + _size(c.param) * (1 if c.master else 2),
         writes=state + _size(c.param),

@@ -1,9 +1,9 @@
 """The update of every tensor of a dtype combination in one launch, for any optimizer.
 
-One kernel does what all optimizers share: it finds its block, reads the parameter (or its fp32
-master), the gradient and the moments, calls the optimizer's rule on them in fp32, and writes back
-what the rule returns, rounded to each array's dtype. Each array is read once and written once.
-Nothing is written when found_inf is set.
+One kernel does what all optimizers share: a program goes through the blocks of its span. It reads
+the parameter (or its fp32 master), the gradient and the moments, calls the optimizer's rule on them
+in fp32, and writes back what the rule returns, rounded to each array's dtype. Each array is read
+once and written once. Nothing is written when found_inf is set.
 
 A rule is a `jit` function, one to a file (`adamw.py`, `sgd.py`, `lion.py`):
 
@@ -26,12 +26,11 @@ import torch
 
 from hdet_scale.kernels import scalars, table
 from hdet_scale.kernels.advance import CORRECTIONS
-from hdet_scale.kernels.launch import jit, launch, tl, tl_dtype
+from hdet_scale.kernels.launch import device_block_size, jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import store_rounded, words_at
 
 _COLUMNS = tl.constexpr(table.COLUMNS)
 _PARAM = tl.constexpr(table.PARAM)
-_GRAD = tl.constexpr(table.GRAD)
 _FIRST = tl.constexpr(table.FIRST)
 _SECOND = tl.constexpr(table.SECOND)
 _MASTER = tl.constexpr(table.MASTER)
@@ -47,7 +46,7 @@ _CORRECTIONS = tl.constexpr(CORRECTIONS)
 
 
 @jit
-def _arrays(row, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+def _arrays(row, grad, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """The addresses of element `start` of a tensor's arrays: parameter, gradient, first and second
     moment, master. An array that is not used costs nothing: the compiler drops its load.
 
@@ -55,7 +54,7 @@ def _arrays(row, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr):
     makes the accesses 128 bits wide.
     """
     p = tl.load(row + _PARAM).to(tl.pointer_type(P))
-    g = tl.load(row + _GRAD).to(tl.pointer_type(P))
+    g = tl.load(grad).to(tl.pointer_type(P))
     m = tl.load(row + _FIRST).to(tl.pointer_type(M))
     v = tl.load(row + _SECOND).to(tl.pointer_type(M))
     w = tl.load(row + _MASTER).to(tl.pointer_type(tl.float32))
@@ -71,6 +70,7 @@ def _arrays(row, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.constexpr):
 @jit
 def _update_block(  # type: ignore[no-untyped-def]
     row,
+    grad,
     group,
     correction,
     factor,
@@ -88,7 +88,7 @@ def _update_block(  # type: ignore[no-untyped-def]
     mask = None
     if not VECTOR:
         mask = i < tl.load(row + _NUMEL) - start
-    p_at, g_at, m_at, v_at, w_at = _arrays(row, start, P, M, VECTOR)
+    p_at, g_at, m_at, v_at, w_at = _arrays(row, grad, start, P, M, VECTOR)
     if MASTER:
         p = tl.load(w_at + i, mask=mask)
     else:
@@ -123,9 +123,17 @@ def _named(specialization: Any) -> str:
     return rule.removesuffix("_rule") + "_kernel"
 
 
+@jit
+def _aligned(row, grad):  # type: ignore[no-untyped-def]
+    """Whether every array of the tensor starts at a multiple of 16 bytes; 0 is an absent array."""
+    bits = tl.load(grad) | tl.load(row + _PARAM) | tl.load(row + _MASTER)
+    return ((bits | tl.load(row + _FIRST) | tl.load(row + _SECOND)) & 15) == 0
+
+
 @functools.partial(jit, name=_named)
 def update_kernel(  # type: ignore[no-untyped-def]
     tensors,
+    grads,
     chunks,
     groups,
     corrections,
@@ -139,25 +147,34 @@ def update_kernel(  # type: ignore[no-untyped-def]
     MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     if tl.load(found_inf) == 0.0:
         chunk = chunks + tl.program_id(0) * 2
         index = tl.load(chunk)
-        packed = tl.load(chunk + 1)
-        start = (packed // 2).to(tl.int64) * BLOCK
+        start = tl.load(chunk + 1).to(tl.int64) * SPAN
         row = tensors + index * _COLUMNS
+        grad = grads + index
         group = groups + tl.load(row + _GROUP) * _WIDTH
         at = corrections + index * _CORRECTIONS
         # Ascent or descent, clipping, and the inverse of the loss scale.
         factor = tl.load(group + _SIGN) * tl.load(clip) / tl.load(grad_scale)
-        if packed % 2 != 0:
+        left = tl.minimum(tl.load(row + _NUMEL) - start, SPAN).to(tl.int32)
+        # A block that is not whole is masked: a mask that can end anywhere stops the compiler from
+        # using 128-bit accesses, and an unmasked access would leave the tensor.
+        whole = tl.where(_aligned(row, grad), left // BLOCK, 0)
+        for block in range(whole):
+            first = start + block * BLOCK
             _update_block(
-                row, group, at, factor, start, RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, True
-            )
-        else:
+                row, grad, group, at, factor, first,
+                RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, True,
+            )  # fmt: skip
+        for block in range(whole, (left + BLOCK - 1) // BLOCK):
+            first = start + block * BLOCK
             _update_block(
-                row, group, at, factor, start, RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, False
-            )
+                row, grad, group, at, factor, first,
+                RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, False,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +203,7 @@ class Update:
         return table.combinations(momentless=self.momentless)
 
     def constants(self, combination: table.Combination) -> dict[str, Any]:
-        """What the kernel is compiled for, except its block size."""
+        """What the kernel is compiled for, except the sizes of a block and a span."""
         return {
             "RULE": self.rule,
             "MOMENTS": 0 if combination.moment is None else len(self.moments),
@@ -199,6 +216,7 @@ class Update:
     def launch(
         self,
         tensors: table.TensorTable,
+        grads: torch.Tensor,
         combination: table.Combination,
         groups: torch.Tensor,
         corrections: torch.Tensor,
@@ -209,7 +227,8 @@ class Update:
         """Update every tensor of one dtype combination in one launch.
 
         Args:
-            tensors: The table of all tensors, with their gradients.
+            tensors: The table of all tensors.
+            grads: What its `refresh` returned for their gradients.
             combination: Which of them to update.
             groups: `ScalarTable.values`.
             corrections: What `advance` has written.
@@ -225,12 +244,13 @@ class Update:
                 f"{self.name} keeps {list(self.moments)}: received moment=None, valid is a dtype"
             )
         chunks = tensors.chunks[combination]
-        args = (tensors.tensors, chunks, groups, corrections, found_inf, grad_scale, clip)
+        args = (tensors.tensors, grads, chunks, groups, corrections, found_inf, grad_scale, clip)
         launch(
             update_kernel,
             chunks.shape[0],
             tensors.device,
             *args,
             **self.constants(combination),
-            BLOCK=tensors.block,
+            BLOCK=device_block_size(tensors.device),
+            SPAN=tensors.span,
         )

@@ -1,17 +1,18 @@
 """Batches: the tensors of a param group that have a gradient, their state, and what fits them.
 
 Listed once and checked at every step by identity alone, since building the lists is most of the
-host time of a step.
+host time of a step. A batch holds no gradient: after `zero_grad` none may be alive.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 
+from hdet_scale.kernels.choice import capturing
 from hdet_scale.kernels.table import Combination
 from hdet_scale.optim.shards import check_placements, is_dense, local_shard
 
@@ -23,6 +24,8 @@ class Batch:
     """The tensors of one group that have a gradient, and their state: built once, since building
     it is most of the host time of a step."""
 
+    index: int
+    """Of the group among the optimizer's."""
     group: Group
     params: list[torch.Tensor]
     """As the model has them; `locals` are the shards that are stepped."""
@@ -41,31 +44,56 @@ class Batch:
     """Whether every shard is in row-major order; else gradients are compared with it."""
     plain: bool
     """Whether torch's functional step does it all."""
-    grads: list[torch.Tensor] = field(default_factory=list)
+    names: tuple[str, ...]
+    """Of the moments, in the order of `slots`."""
 
     @property
     def device(self) -> torch.device:
         """Where its shards are: all on one device."""
         return self.locals[0].device
 
-    def holds(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
-        """Whether these are still the parameters, and the states those that were listed. Runs at
-        every step: loops that stay inside `map` are several times faster than Python's own."""
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+    def holds(self, group: Group, names: tuple[str, ...], state: Mapping[Any, Any]) -> bool:
+        """Whether the state of its parameters is still what was listed: no entry, moment, master
+        or step count was removed or replaced. Runs at every step: loops that stay inside `map` are
+        several times faster than Python's own.
+
+        Args:
+            group: The param group now.
+            names: Of the moments that it keeps now.
+            state: The optimizer's.
+        """
+        if group is not self.group or names != self.names:
             return False
+        if not all(map(is_, map(state.get, self.params), self.entries)):
+            return False
+        listed: list[tuple[str, Sequence[torch.Tensor | None]]]
+        listed = [*zip(names, self.slots, strict=True), ("master", self.masters)]
         if self.sharded:
-            return self._holds_shards(params, names)
+            return self._holds_shards(listed)
+        if self.steps:
+            listed.append(("step", self.steps))
         return all(
-            all(map(is_, map(itemgetter(name), self.entries), listed))
-            for name, listed in zip(names, self.slots, strict=True)
+            all(map(is_, map(methodcaller("get", name), self.entries), tensors))
+            for name, tensors in listed
         )
 
-    def _holds_shards(self, params: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
+    def _holds_shards(self, listed: Sequence[tuple[str, Sequence[torch.Tensor | None]]]) -> bool:
         """A shard is a new object each time it is asked for: compare addresses."""
-        pairs = list(zip(params, self.locals, strict=True))
-        for name, listed in zip(names, self.slots, strict=True):
-            pairs += zip(map(itemgetter(name), self.entries), listed, strict=True)
-        return all(local_shard(whole).data_ptr() == shard.data_ptr() for whole, shard in pairs)
+        steps = map(methodcaller("get", "step"), self.entries)
+        if self.steps and not all(map(is_, steps, self.steps)):
+            return False
+        pairs: list[tuple[Any, Any]] = list(zip(self.params, self.locals, strict=True))
+        for name, tensors in listed:
+            pairs += zip(map(methodcaller("get", name), self.entries), tensors, strict=True)
+        return all(_address(whole) == _address(shard) for whole, shard in pairs)
+
+
+Graded = tuple[Batch, list[torch.Tensor]]
+"""A batch and the gradients of its tensors, for the length of a step."""
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else local_shard(tensor).data_ptr()
 
 
 def check_one_device(tensors: Sequence[torch.Tensor]) -> None:
@@ -75,6 +103,20 @@ def check_one_device(tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(
             f"a param group has tensors on {devices}: one launch works on one device. "
             "Make a group for each device."
+        )
+
+
+def check_capture(device: torch.device) -> None:
+    """Refuse to list tensors inside a CUDA graph capture: what is created there is created again at
+    each replay, moments of zeros too.
+
+    Raises:
+        RuntimeError: A capture is under way.
+    """
+    if capturing(device):
+        raise RuntimeError(
+            "the first step with these tensors is inside a CUDA graph capture, which would create "
+            "their state anew at each replay. Take one step with the same gradients before it."
         )
 
 
@@ -134,7 +176,24 @@ def master_of(param: torch.Tensor) -> torch.Tensor:
     return param.detach().to(torch.float32, copy=True)
 
 
-def fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
+def with_gradients(
+    params: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters that have a gradient, and their gradients.
+
+    Raises:
+        TypeError: A gradient is sparse, or of another dtype than its parameter.
+    """
+    grads = [param.grad for param in params]
+    present = [grad for grad in grads if grad is not None]
+    if len(present) < len(grads):
+        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+    if not _fit(params, present):
+        raise _unfit_grads(params, present)
+    return params, present
+
+
+def _fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
     """Whether every gradient is dense and of its parameter's dtype; `map` keeps it cheap."""
     dtype = attrgetter("dtype")
     return all(map(is_, map(attrgetter("layout"), grads), repeat(torch.strided))) and all(
@@ -142,8 +201,8 @@ def fit(params: list[torch.Tensor], grads: list[torch.Tensor]) -> bool:
     )
 
 
-def unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
-    """The error for the first gradient that does not `fit`."""
+def _unfit_grads(params: list[torch.Tensor], grads: list[torch.Tensor]) -> TypeError:
+    """The error for the first gradient that does not `_fit`."""
     for param, grad in zip(params, grads, strict=True):
         where = f"the gradient of a parameter of shape {tuple(param.shape)}"
         if grad.layout is not torch.strided:

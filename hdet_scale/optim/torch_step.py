@@ -22,12 +22,19 @@ Plain = Callable[[Batch, list[torch.Tensor], list[torch.Tensor], Controls], None
 
 
 def step_batch(
-    batch: Batch, controls: Controls, update: Update, plain: Plain | None, *, counts_steps: bool
+    batch: Batch,
+    grads: list[torch.Tensor],
+    controls: Controls,
+    update: Update,
+    plain: Plain | None,
+    *,
+    counts_steps: bool,
 ) -> None:
     """Step the tensors of one batch.
 
     Args:
-        batch: The tensors with their gradients and state.
+        batch: The tensors with their state.
+        grads: Their gradients.
         controls: Skip and scale; the clip factor is folded into the scale.
         update: Whose reference runs where `plain` does not know the dtypes.
         plain: The optimizer's step on arrays of one dtype; None if it has none.
@@ -35,18 +42,20 @@ def step_batch(
     """
     mastered = all(c.master and c.moment in (None, torch.float32) for c in batch.combinations)
     if plain is not None and batch.plain:
-        plain(batch, batch.locals, batch.grads, controls)
+        plain(batch, batch.locals, grads, controls)
     elif plain is not None and mastered:
         masters = [m for m in batch.masters if m is not None]
-        plain(batch, masters, [g.float() for g in batch.grads], controls)
+        plain(batch, masters, [g.float() for g in grads], controls)
         torch._foreach_copy_(batch.locals, masters)
         if not counts_steps and not controls.skips:
             torch._foreach_add_(batch.steps, 1)
     elif not controls.skips:
-        _step_reference(batch, controls, update)
+        _step_reference(batch, grads, controls, update)
 
 
-def _step_reference(batch: Batch, controls: Controls, update: Update) -> None:
+def _step_reference(
+    batch: Batch, grads: list[torch.Tensor], controls: Controls, update: Update
+) -> None:
     """The reference beside the kernel, tensor by tensor."""
     group = batch.group
     scale = controls.grad_scale
@@ -55,7 +64,7 @@ def _step_reference(batch: Batch, controls: Controls, update: Update) -> None:
         stochastic = batch.combinations[i].stochastic
         update.reference(
             shard,
-            batch.grads[i],
+            grads[i],
             *[listed[i] for listed in batch.slots],
             master=batch.masters[i],
             step=int(batch.steps[i]),
