@@ -8,6 +8,8 @@ imports nothing of `hdet_scale` but itself. In reading order:
     scalars
     advance, update      count the steps, then update every tensor by an optimizer's rule
     adamw, sgd, lion     the rules
+    int8_state,          moments as 8-bit codes, and masters split in two halves
+    state_codes
     random_words,        stochastic rounding to 16 bits
     rounding
     pieces               tensors to a flat bucket and back (gather, scatter)

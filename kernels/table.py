@@ -15,8 +15,9 @@ import torch
 from hdet_scale.kernels.addresses import AddressColumn, upload
 from hdet_scale.kernels.choice import capturing
 
-PARAM, FIRST, SECOND, MASTER, STEP, NUMEL, GROUP, KEY, OFFSET = range(9)
-COLUMNS = 9
+PARAM, FIRST, SECOND, MASTER, FIRST_SCALES, SECOND_SCALES, STEP = range(7)
+NUMEL, GROUP, KEY, OFFSET = range(7, 11)
+COLUMNS = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +27,19 @@ class Combination:
     param: torch.dtype
     """Of the parameter and its gradient."""
     moment: torch.dtype | None
-    """Of the moments; None where there are none (SGD without momentum)."""
+    """Of the moments; None where there are none (SGD without momentum), int8 for 8-bit codes."""
     master: bool = False
-    """Whether an fp32 master is stepped and the parameter rounded from it."""
+    """Whether an fp32 master is stepped and the parameter rounded from it. With int8 moments the
+    master is split: the parameter is its upper half."""
     stochastic: bool = False
     """Whether 16-bit arrays are rounded stochastically."""
 
 
-def combinations(*, momentless: bool = False) -> list[Combination]:
+def combinations(*, momentless: bool = False, coded: bool = False) -> list[Combination]:
     """Every combination that has a kernel: moments in fp32, bf16 or the parameter's own dtype,
     16-bit parameters rounded to nearest, stochastically, or from an fp32 master. A master's
-    moments are fp32 or bf16. `momentless` adds SGD without momentum."""
+    moments are fp32 or bf16. `momentless` adds SGD without momentum, `coded` 8-bit moments of
+    fp32 and bf16 parameters."""
     found = []
     for param in (torch.float32, torch.bfloat16, torch.float16):
         moments: list[torch.dtype | None] = [torch.float32, torch.bfloat16]
@@ -47,6 +50,10 @@ def combinations(*, momentless: bool = False) -> list[Combination]:
                 found.append(Combination(param=param, moment=moment, stochastic=True))
             if param != torch.float32 and moment != torch.float16:
                 found.append(Combination(param=param, moment=moment, master=True))
+    if coded:
+        found.append(Combination(param=torch.float32, moment=torch.int8))
+        for master in (False, True):
+            found.append(Combination(param=torch.bfloat16, moment=torch.int8, master=master))
     return found
 
 
@@ -61,7 +68,9 @@ class Row:
     second: torch.Tensor | None
     """The second moment."""
     master: torch.Tensor | None
-    """The fp32 copy that a 16-bit parameter is rounded from."""
+    """The fp32 copy that a 16-bit parameter is rounded from, or the lower half of a split one."""
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Of the moments' 8-bit codes."""
     step: torch.Tensor
     """A one-element fp32 tensor: how many steps this tensor has taken."""
     group: int
@@ -75,8 +84,8 @@ class Row:
 
     @property
     def arrays(self) -> list[torch.Tensor | None]:
-        """In the order of the columns PARAM, FIRST, SECOND, MASTER."""
-        return [self.param, self.first, self.second, self.master]
+        """In the order of the columns from PARAM to SECOND_SCALES."""
+        return [self.param, self.first, self.second, self.master, *self.scales]
 
 
 class TensorTable:

@@ -26,14 +26,24 @@ import torch
 
 from hdet_scale.kernels import scalars, table
 from hdet_scale.kernels.advance import CORRECTIONS
+from hdet_scale.kernels.int8_state import RUN
 from hdet_scale.kernels.launch import device_block_size, jit, launch, tl, tl_dtype
 from hdet_scale.kernels.rounding import store_rounded, words_at
+from hdet_scale.kernels.state_codes import (
+    load_codes,
+    load_joined,
+    runs_of,
+    store_codes,
+    store_split,
+)
 
 _COLUMNS = tl.constexpr(table.COLUMNS)
 _PARAM = tl.constexpr(table.PARAM)
 _FIRST = tl.constexpr(table.FIRST)
 _SECOND = tl.constexpr(table.SECOND)
 _MASTER = tl.constexpr(table.MASTER)
+_FIRST_SCALES = tl.constexpr(table.FIRST_SCALES)
+_SECOND_SCALES = tl.constexpr(table.SECOND_SCALES)
 _NUMEL = tl.constexpr(table.NUMEL)
 _GROUP = tl.constexpr(table.GROUP)
 _KEY = tl.constexpr(table.KEY)
@@ -43,6 +53,7 @@ _LR = tl.constexpr(scalars.LR)
 _MULTIPLIER = tl.constexpr(scalars.MULTIPLIER)
 _SIGN = tl.constexpr(scalars.SIGN)
 _CORRECTIONS = tl.constexpr(CORRECTIONS)
+_RUN = tl.constexpr(RUN)
 
 
 @jit
@@ -56,8 +67,9 @@ def _arrays(row, grad, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.const
     p = tl.load(row + _PARAM).to(tl.pointer_type(P))
     g = tl.load(grad).to(tl.pointer_type(P))
     m = tl.load(row + _FIRST).to(tl.pointer_type(M))
-    v = tl.load(row + _SECOND).to(tl.pointer_type(M))
-    w = tl.load(row + _MASTER).to(tl.pointer_type(tl.float32))
+    CODED: tl.constexpr = tl.int8 == M
+    v = tl.load(row + _SECOND).to(tl.pointer_type(tl.uint8 if CODED else M))
+    w = tl.load(row + _MASTER).to(tl.pointer_type(tl.int16 if CODED else tl.float32))
     if VECTOR:
         p = tl.multiple_of(p, 16)
         g = tl.multiple_of(g, 16)
@@ -65,6 +77,15 @@ def _arrays(row, grad, start, P: tl.constexpr, M: tl.constexpr, VECTOR: tl.const
         v = tl.multiple_of(v, 16)
         w = tl.multiple_of(w, 16)
     return p + start, g + start, m + start, v + start, w + start
+
+
+@jit
+def _scales(row, start):  # type: ignore[no-untyped-def]
+    """The addresses of the scales of the run that starts at element `start`, of both moments. Not
+    used without 8-bit codes, and then dropped by the compiler."""
+    first = tl.load(row + _FIRST_SCALES).to(tl.pointer_type(tl.float32))
+    second = tl.load(row + _SECOND_SCALES).to(tl.pointer_type(tl.float32))
+    return first + start // _RUN, second + start // _RUN
 
 
 @jit
@@ -84,22 +105,31 @@ def _update_block(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    i = tl.arange(0, BLOCK)
+    CODED: tl.constexpr = tl.int8 == M
+    i = runs_of(BLOCK) if CODED else tl.arange(0, BLOCK)
+    left = tl.load(row + _NUMEL) - start
     mask = None
     if not VECTOR:
-        mask = i < tl.load(row + _NUMEL) - start
+        mask = i < left
     p_at, g_at, m_at, v_at, w_at = _arrays(row, grad, start, P, M, VECTOR)
-    if MASTER:
+    if MASTER and CODED:
+        p = load_joined(p_at + i, w_at + i, mask)
+    elif MASTER:
         p = tl.load(w_at + i, mask=mask)
     else:
         p = tl.load(p_at + i, mask=mask).to(tl.float32)
     g = tl.load(g_at + i, mask=mask).to(tl.float32) * factor
     m = g
     v = g
-    if MOMENTS > 0:
-        m = tl.load(m_at + i, mask=mask).to(tl.float32)
-    if MOMENTS > 1:
-        v = tl.load(v_at + i, mask=mask).to(tl.float32)
+    first_scales, second_scales = _scales(row, start)
+    if CODED:
+        m = load_codes(m_at, i, first_scales, left, False, BLOCK, VECTOR)
+        v = load_codes(v_at, i, second_scales, left, True, BLOCK, VECTOR)
+    else:
+        if MOMENTS > 0:
+            m = tl.load(m_at + i, mask=mask).to(tl.float32)
+        if MOMENTS > 1:
+            v = tl.load(v_at + i, mask=mask).to(tl.float32)
     lr = tl.load(group + _LR) * tl.load(group + _MULTIPLIER)
 
     p, m, v = RULE(p, g, m, v, lr, group, correction, MOMENTS)
@@ -108,13 +138,20 @@ def _update_block(  # type: ignore[no-untyped-def]
     if STOCHASTIC:
         step = tl.load(correction).to(tl.int32)
         words = words_at(tl.load(row + _KEY), step, tl.load(row + _OFFSET) + start, i)
-    if MOMENTS > 0:
-        store_rounded(m_at + i, m, mask, words, M, 1, STOCHASTIC)
-    if MOMENTS > 1:
-        store_rounded(v_at + i, v, mask, words, M, 2, STOCHASTIC)
-    store_rounded(p_at + i, p, mask, words, P, 0, STOCHASTIC)
-    if MASTER:
-        tl.store(w_at + i, p, mask=mask)
+    if CODED:
+        store_codes(m_at, m, i, first_scales, left, False, BLOCK, VECTOR)
+        store_codes(v_at, v, i, second_scales, left, True, BLOCK, VECTOR)
+    else:
+        if MOMENTS > 0:
+            store_rounded(m_at + i, m, mask, words, M, 1, STOCHASTIC)
+        if MOMENTS > 1:
+            store_rounded(v_at + i, v, mask, words, M, 2, STOCHASTIC)
+    if MASTER and CODED:
+        store_split(p_at + i, w_at + i, p, mask)
+    else:
+        store_rounded(p_at + i, p, mask, words, P, 0, STOCHASTIC)
+        if MASTER:
+            tl.store(w_at + i, p, mask=mask)
 
 
 def _named(specialization: Any) -> str:
@@ -196,19 +233,22 @@ class Update:
     """The names of the moments in the optimizer's state, at most two."""
     momentless: bool = False
     """Whether a group may have no moments at all (SGD without momentum)."""
+    coded: bool = False
+    """Whether the moments may be 8-bit codes: a first and a second one (`int8_state.py`)."""
 
     @property
     def combinations(self) -> list[table.Combination]:
         """The dtype combinations that have a kernel."""
-        return table.combinations(momentless=self.momentless)
+        return table.combinations(momentless=self.momentless, coded=self.coded)
 
     def constants(self, combination: table.Combination) -> dict[str, Any]:
         """What the kernel is compiled for, except the sizes of a block and a span."""
+        coded = combination.moment == torch.int8
         return {
             "RULE": self.rule,
             "MOMENTS": 0 if combination.moment is None else len(self.moments),
             "P": tl_dtype(combination.param),
-            "M": tl_dtype(combination.moment or combination.param),
+            "M": tl.int8 if coded else tl_dtype(combination.moment or combination.param),
             "MASTER": combination.master,
             "STOCHASTIC": combination.stochastic,
         }

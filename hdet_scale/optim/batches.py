@@ -4,7 +4,7 @@ Listed once and checked at every step by identity alone, since building the list
 host time of a step. A batch holds no gradient: after `zero_grad` none may be alive.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_, methodcaller
@@ -14,7 +14,14 @@ import torch
 
 from hdet_scale.kernels.choice import capturing
 from hdet_scale.kernels.table import Combination
-from hdet_scale.optim.shards import check_placements, is_dense, local_shard
+from hdet_scale.optim.precision import (
+    create_master,
+    create_moment,
+    is_coded,
+    master_key,
+    scales_key,
+)
+from hdet_scale.optim.shards import check_placements, is_dense, is_sharded, local_shard
 
 Group = dict[str, Any]
 
@@ -33,8 +40,11 @@ class Batch:
     entries: list[dict[str, Any]]
     slots: list[list[torch.Tensor]]
     """One list for each moment, in the optimizer's order."""
+    scales: list[list[torch.Tensor]]
+    """Of the moments' 8-bit codes, in the same order; empty where there are none."""
     steps: list[torch.Tensor]
     masters: list[torch.Tensor | None]
+    """Or the lower halves of split ones."""
     combinations: list[Combination]
     keys: list[int]
     fresh: list[bool]
@@ -67,7 +77,9 @@ class Batch:
         if not all(map(is_, map(state.get, self.params), self.entries)):
             return False
         listed: list[tuple[str, Sequence[torch.Tensor | None]]]
-        listed = [*zip(names, self.slots, strict=True), ("master", self.masters)]
+        listed = [*zip(names, self.slots, strict=True)]
+        listed += zip(map(scales_key, names), self.scales, strict=False)
+        listed.append((master_key(self.combinations[0]), self.masters))
         if self.sharded:
             return self._holds_shards(listed)
         if self.steps:
@@ -139,6 +151,57 @@ def check_param(param: torch.Tensor, shard: torch.Tensor) -> None:
         )
 
 
+def list_batch(
+    index: int,
+    group: Group,
+    params: list[torch.Tensor],
+    chosen: list[Combination],
+    state: MutableMapping[Any, dict[str, Any]],
+    *,
+    names: tuple[str, ...],
+    keys: list[int],
+    plain: bool,
+    counted: bool,
+) -> Batch:
+    """List the tensors of a group, creating the state that is missing.
+
+    Args:
+        index: Of the group among the optimizer's.
+        group: The param group.
+        params: Those that have a gradient.
+        chosen: Their dtypes.
+        state: The optimizer's, filled in place.
+        names: Of the moments that the group keeps.
+        keys: Of their stochastic rounding.
+        plain: Whether torch's functional step does it all.
+        counted: Whether the state needs a step count.
+    """
+    pairs = list(zip(params, chosen, strict=True))
+    fresh = [create_state(state[p], p, c, names, counted=counted) for p, c in pairs]
+    entries = [state[p] for p in params]
+    shards = [local_shard(p) for p in params]
+    masters = [e.get(master_key(c)) for e, c in zip(entries, chosen, strict=True)]
+    coded = names if is_coded(chosen[0]) else ()
+    return Batch(
+        index=index,
+        group=group,
+        params=list(params),
+        locals=shards,
+        entries=entries,
+        slots=[[local_shard(e[name]) for e in entries] for name in names],
+        scales=[[e[scales_key(name)] for e in entries] for name in coded],
+        steps=[e["step"] for e in entries] if counted else [],
+        masters=[None if m is None else local_shard(m) for m in masters],
+        combinations=chosen,
+        keys=keys,
+        fresh=fresh,
+        sharded=any(map(is_sharded, params)),
+        contiguous=all(shard.is_contiguous() for shard in shards),
+        plain=plain,
+        names=names,
+    )
+
+
 def create_state(
     entry: dict[str, Any],
     param: torch.Tensor,
@@ -159,21 +222,21 @@ def create_state(
     Returns:
         True if a moment was missing.
     """
-    new = [name for name in names if entry.get(name) is None]
+    new = [name for name in names if not _has_moment(entry, name, combination)]
     if counted and "step" not in entry:
         # A torch state without a count but with a momentum has taken its first step.
         taken = 0.0 if new or not names else 1.0
         entry["step"] = torch.full((), taken, dtype=torch.float32, device=local_shard(param).device)
     for name in new:
-        entry[name] = torch.zeros_like(param, dtype=combination.moment).detach()
-    if combination.master and "master" not in entry:
-        entry["master"] = master_of(param)
+        create_moment(entry, name, names.index(name), param, combination)
+    if combination.master and master_key(combination) not in entry:
+        create_master(entry, param, combination)
     return bool(new)
 
 
-def master_of(param: torch.Tensor) -> torch.Tensor:
-    """The fp32 copy that a 16-bit parameter is rounded from."""
-    return param.detach().to(torch.float32, copy=True)
+def _has_moment(entry: dict[str, Any], name: str, combination: Combination) -> bool:
+    needed = [name, scales_key(name)] if is_coded(combination) else [name]
+    return all(entry.get(key) is not None for key in needed)
 
 
 def with_gradients(

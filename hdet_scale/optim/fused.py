@@ -12,7 +12,7 @@ ignored for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -29,16 +29,15 @@ from hdet_scale.optim.batches import (
     check_capture,
     check_one_device,
     check_param,
-    create_state,
-    master_of,
+    list_batch,
     matching,
     with_gradients,
 )
 from hdet_scale.optim.controls import Controls
 from hdet_scale.optim.listings import Listing, Listings
-from hdet_scale.optim.precision import restore
+from hdet_scale.optim.precision import create_master, master_key, restore, widened
 from hdet_scale.optim.rates import check_multiplier
-from hdet_scale.optim.shards import is_sharded, local_shard
+from hdet_scale.optim.shards import local_shard
 from hdet_scale.optim.shared_options import (
     KEPT_ON_LOAD,
     SharedOptions,
@@ -109,11 +108,23 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def state_dict(self) -> StateDict:
-        """torch's state without `lr_multiplier`: that one is the replica's, not the run's."""
+        """torch's state without `lr_multiplier`: that one is the replica's, not the run's. 8-bit
+        codes are decoded to fp32."""
         state = super().state_dict()
+        for at, param, combination in self._members(state):
+            if at in state["state"]:
+                entry = state["state"][at]
+                state["state"][at] = widened(entry, param, combination, self._update.moments)
         for group in state["param_groups"]:
             group.pop("lr_multiplier", None)
         return state
+
+    def _members(self, state: StateDict) -> Iterator[tuple[Any, torch.Tensor, Combination]]:
+        """The parameters with their names in a state dict and their dtypes."""
+        names = [i for group in state["param_groups"] for i in group["params"]]
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        for name, (param, group) in zip(names, params, strict=True):
+            yield name, param, self._combination(param, group)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this class or of its torch counterpart.
@@ -126,7 +137,7 @@ class FusedOptimizer(Optimizer):
             self._check_group(
                 {**self.defaults, **{k: v for k, v in group.items() if k != "params"}}
             )
-        kept = [{name: group[name] for name in KEPT_ON_LOAD} for group in self.param_groups]
+        kept = [{k: group[k] for k in KEPT_ON_LOAD if k in group} for group in self.param_groups]
         # Registered last, so that it sees what the user's own hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, state: self.__dict__.update(_incoming=(state, kept))
@@ -153,12 +164,9 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def _restore_precision(self, incoming: StateDict) -> None:
-        names = [i for group in incoming["param_groups"] for i in group["params"]]
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
-        for name, (param, group) in zip(names, params, strict=True):
+        for name, param, combination in self._members(incoming):
             saved = incoming["state"].get(name)
             if saved is not None:
-                combination = self._combination(param, group)
                 restore(self.state[param], saved, param, combination, self._update.moments)
 
     def _forget(self) -> None:
@@ -287,35 +295,20 @@ class FusedOptimizer(Optimizer):
 
     def _build(self, index: int, group: Group, params: list[torch.Tensor]) -> Batch:
         """List the tensors of a group, creating the state that is missing."""
-        names = self._slots_of(group)
+        chosen = [self._combination(p, group) for p in params]
+        plain = self._is_plain(chosen, local_shard(params[0]).device)
         before = sum(len(g["params"]) for g in self.param_groups[:index])
         position = {id(p): before + i for i, p in enumerate(group["params"])}
-        chosen = [self._combination(p, group) for p in params]
-        shards = [local_shard(p) for p in params]
-        plain = self._is_plain(chosen, shards[0].device)
-        counted = self._counts_steps or not plain
-        fresh = [
-            create_state(self.state[param], param, combination, names, counted=counted)
-            for param, combination in zip(params, chosen, strict=True)
-        ]
-        entries = [self.state[p] for p in params]
-        masters = [e.get("master") for e in entries]
-        return Batch(
-            index=index,
-            group=group,
-            params=list(params),
-            locals=shards,
-            entries=entries,
-            slots=[[local_shard(e[name]) for e in entries] for name in names],
-            steps=[e["step"] for e in entries] if counted else [],
-            masters=[None if m is None else local_shard(m) for m in masters],
-            combinations=chosen,
+        return list_batch(
+            index,
+            group,
+            params,
+            chosen,
+            self.state,
+            names=self._slots_of(group),
             keys=[tensor_key(int(group["seed"]), position[id(p)]) for p in params],
-            fresh=fresh,
-            sharded=any(map(is_sharded, params)),
-            contiguous=all(shard.is_contiguous() for shard in shards),
             plain=plain,
-            names=names,
+            counted=self._counts_steps or not plain,
         )
 
     @torch.no_grad()
@@ -324,9 +317,10 @@ class FusedOptimizer(Optimizer):
         a replica that has skipped its steps and is to be averaged with others' masters."""
         for group in self.param_groups:
             for param in group["params"]:
-                wanted = param.requires_grad and self._combination(param, group).master
-                if wanted and "master" not in self.state[param]:
-                    self.state[param]["master"] = master_of(param)
+                combination, entry = self._combination(param, group), self.state[param]
+                wanted = param.requires_grad and combination.master
+                if wanted and master_key(combination) not in entry:
+                    create_master(entry, param, combination)
 
     def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
         """Whether `_step_plain` does it all: no master, no rounding, its own dtypes."""

@@ -64,12 +64,14 @@ def _rows(batch: Batch) -> list[Row]:
     rows = []
     for i, shard in enumerate(batch.locals):
         slots = [listed[i] for listed in batch.slots] + [None, None]
+        scales = [listed[i] for listed in batch.scales] + [None, None]
         rows.append(
             Row(
                 param=shard,
                 first=slots[0],
                 second=slots[1],
                 master=batch.masters[i],
+                scales=(scales[0], scales[1]),
                 step=batch.steps[i],
                 group=batch.index,
                 key=batch.keys[i],

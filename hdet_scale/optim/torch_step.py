@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdet_scale.kernels.int8_state import step_reference
 from hdet_scale.optim.batches import Batch
 from hdet_scale.optim.controls import Controls
 from hdet_scale.optim.shards import shard_offset
@@ -62,16 +63,19 @@ def _step_reference(
     torch._foreach_add_(batch.steps, 1)
     for i, shard in enumerate(batch.locals):
         stochastic = batch.combinations[i].stochastic
-        update.reference(
-            shard,
-            grads[i],
-            *[listed[i] for listed in batch.slots],
-            master=batch.masters[i],
-            step=int(batch.steps[i]),
-            lr=float(group["lr"]),
-            lr_multiplier=float(group["lr_multiplier"]),
-            factor=1.0 if scale is None else 1.0 / float(scale),
-            key=batch.keys[i] if stochastic else None,
-            offset=shard_offset(batch.params[i]) if stochastic else 0,
+        moments = [listed[i] for listed in batch.slots]
+        numbers = {
+            "step": int(batch.steps[i]),
+            "lr": float(group["lr"]),
+            "lr_multiplier": float(group["lr_multiplier"]),
+            "factor": 1.0 if scale is None else 1.0 / float(scale),
+            "key": batch.keys[i] if stochastic else None,
+            "offset": shard_offset(batch.params[i]) if stochastic else 0,
             **{name: group[name] for name in update.options},
-        )
+        }
+        if batch.scales:
+            scales = [listed[i] for listed in batch.scales]
+            arrays = (shard, grads[i], moments, scales)
+            step_reference(update.reference, *arrays, low=batch.masters[i], **numbers)
+        else:
+            update.reference(shard, grads[i], *moments, master=batch.masters[i], **numbers)
