@@ -7,7 +7,7 @@ host time of a step. A batch holds no gradient: after `zero_grad` none may be al
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from hdet_scale.optim.precision import (
 from hdet_scale.optim.shards import check_placements, is_dense, is_sharded, local_shard
 
 Group = dict[str, Any]
+
+
+Kept = tuple[str, Sequence[dict[str, Any]], Sequence[torch.Tensor | None]]
+"""A key, the states that have it, and what each of them has under it."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,8 @@ class Batch:
     """Whether torch's functional step does it all."""
     names: tuple[str, ...]
     """Of the moments, in the order of `slots`."""
+    kept: list[Kept]
+    """Everything above that is of the state."""
 
     @property
     def device(self) -> torch.device:
@@ -76,27 +82,21 @@ class Batch:
             return False
         if not all(map(is_, map(state.get, self.params), self.entries)):
             return False
-        listed: list[tuple[str, Sequence[torch.Tensor | None]]]
-        listed = [*zip(names, self.slots, strict=True)]
-        listed += zip(map(scales_key, names), self.scales, strict=False)
-        listed.append((master_key(self.combinations[0]), self.masters))
         if self.sharded:
-            return self._holds_shards(listed)
-        if self.steps:
-            listed.append(("step", self.steps))
-        return all(
-            all(map(is_, map(methodcaller("get", name), self.entries), tensors))
-            for name, tensors in listed
-        )
-
-    def _holds_shards(self, listed: Sequence[tuple[str, Sequence[torch.Tensor | None]]]) -> bool:
-        """A shard is a new object each time it is asked for: compare addresses."""
-        steps = map(methodcaller("get", "step"), self.entries)
-        if self.steps and not all(map(is_, steps, self.steps)):
+            return self._holds_shards()
+        try:
+            return all(
+                all(map(is_, map(itemgetter(key), entries), tensors))
+                for key, entries, tensors in self.kept
+            )
+        except KeyError:  # something was removed
             return False
+
+    def _holds_shards(self) -> bool:
+        """A shard is a new object each time it is asked for: compare addresses."""
         pairs: list[tuple[Any, Any]] = list(zip(self.params, self.locals, strict=True))
-        for name, tensors in listed:
-            pairs += zip(map(methodcaller("get", name), self.entries), tensors, strict=True)
+        for key, entries, tensors in self.kept:
+            pairs += zip(map(methodcaller("get", key), entries), tensors, strict=True)
         return all(_address(whole) == _address(shard) for whole, shard in pairs)
 
 
@@ -182,16 +182,27 @@ def list_batch(
     shards = [local_shard(p) for p in params]
     masters = [e.get(master_key(c)) for e, c in zip(entries, chosen, strict=True)]
     coded = names if is_coded(chosen[0]) else ()
+    slots = [[local_shard(e[name]) for e in entries] for name in names]
+    scales = [[e[scales_key(name)] for e in entries] for name in coded]
+    steps = [e["step"] for e in entries] if counted else []
+    locals_of_masters = [None if m is None else local_shard(m) for m in masters]
+    kept: list[Kept] = [(n, entries, slot) for n, slot in zip(names, slots, strict=True)]
+    kept += [(scales_key(n), entries, some) for n, some in zip(coded, scales, strict=True)]
+    kept += [("step", entries, steps)] if counted else []
+    mastered = [i for i, c in enumerate(chosen) if c.master]
+    if mastered:
+        own = [entries[i] for i in mastered], [locals_of_masters[i] for i in mastered]
+        kept.append((master_key(chosen[0]), *own))
     return Batch(
         index=index,
         group=group,
         params=list(params),
         locals=shards,
         entries=entries,
-        slots=[[local_shard(e[name]) for e in entries] for name in names],
-        scales=[[e[scales_key(name)] for e in entries] for name in coded],
-        steps=[e["step"] for e in entries] if counted else [],
-        masters=[None if m is None else local_shard(m) for m in masters],
+        slots=slots,
+        scales=scales,
+        steps=steps,
+        masters=locals_of_masters,
         combinations=chosen,
         keys=keys,
         fresh=fresh,
@@ -199,6 +210,7 @@ def list_batch(
         contiguous=all(shard.is_contiguous() for shard in shards),
         plain=plain,
         names=names,
+        kept=kept,
     )
 
 
