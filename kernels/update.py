@@ -196,22 +196,24 @@ def update_kernel(  # type: ignore[no-untyped-def]
         at = corrections + index * _CORRECTIONS
         # Ascent or descent, clipping, and the inverse of the loss scale.
         factor = tl.load(group + _SIGN) * tl.load(clip) / tl.load(grad_scale)
-        left = tl.minimum(tl.load(row + _NUMEL) - start, SPAN).to(tl.int32)
         # A block that is not whole is masked: a mask that can end anywhere stops the compiler from
-        # using 128-bit accesses, and an unmasked access would leave the tensor.
-        whole = tl.where(_aligned(row, grad), left // BLOCK, 0)
-        for block in range(whole):
-            first = start + block * BLOCK
+        # using 128-bit accesses, and an unmasked access would leave the tensor. The bound is loaded
+        # at each turn, so that the compiler cannot count the turns and does not unroll them.
+        end = start + SPAN
+        wide_end = tl.where(_aligned(row, grad), end, start)
+        first = start
+        while (first < wide_end) & (first + BLOCK <= tl.load(row + _NUMEL)):
             _update_block(
                 row, grad, group, at, factor, first,
                 RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, True,
             )  # fmt: skip
-        for block in range(whole, (left + BLOCK - 1) // BLOCK):
-            first = start + block * BLOCK
+            first += BLOCK
+        while (first < end) & (first < tl.load(row + _NUMEL)):
             _update_block(
                 row, grad, group, at, factor, first,
                 RULE, MOMENTS, P, M, MASTER, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
+            first += BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
