@@ -4,9 +4,12 @@ Importing a file defines its kernels; where Triton is missing the references sti
 imports nothing of `hdet_scale` but itself. In reading order:
 
     choice, launch       whether a kernel runs here, and how it is started
-    table, scalars       what a launch over all tensors reads: addresses, and each group's numbers
+    addresses, table,    what a launch over all tensors reads: addresses, and each group's numbers
+    scalars
     advance, update      count the steps, then update every tensor by an optimizer's rule
     adamw, sgd, lion     the rules
+    int8_state,          moments as 8-bit codes, and masters split in two halves
+    state_codes
     random_words,        stochastic rounding to 16 bits
     rounding
     pieces               tensors to a flat bucket and back (gather, scatter)

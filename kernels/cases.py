@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 import hdet_scale.kernels as room
+from hdet_scale.kernels import int8_state
 from hdet_scale.kernels.advance import advance_kernel
 from hdet_scale.kernels.bucket_scale import scale_kernel
 from hdet_scale.kernels.int8_format import QUANTUM
-from hdet_scale.kernels.launch import require_triton, tl_dtype
+from hdet_scale.kernels.launch import SPAN, require_triton, tl_dtype
 from hdet_scale.kernels.pack import pack_kernel
 from hdet_scale.kernels.pieces import gather_kernel, scatter_kernel
 from hdet_scale.kernels.row_mean import row_mean_kernel
@@ -105,17 +106,27 @@ def updates() -> list[Update]:
 
 def _update_case(update: Update, c: Combination) -> Case:
     pointers = ("groups", "corrections", "found_inf", "grad_scale", "clip")
-    state = len(update.moments) * _size(c.moment) + 4 * c.master
+    coded = c.moment == torch.int8
+    # The codes and the scales, read and written; a split master is half as large, and its other
+    # half, the parameter, is read too.
+    narrow = len(update.moments) * 2 * (1 + 4 / int8_state.RUN) if coded else 0.0
+    state = 2 * c.master if coded else len(update.moments) * _size(c.moment) + 4 * c.master
     mode = "+master" if c.master else "+stochastic" if c.stochastic else ""
     return Case(
         kernel=update.name,
         variant=f"p,g {_short(c.param)} m {_short(c.moment)}{mode}",
         function=update_kernel,
-        signature={"tensors": "*i64", "chunks": "*i32", **dict.fromkeys(pointers, "*fp32")},
-        constants=update.constants(c),
+        signature={
+            "tensors": "*i64",
+            "grads": "*i64",
+            "chunks": "*i32",
+            **dict.fromkeys(pointers, "*fp32"),
+        },
+        constants={**update.constants(c), "SPAN": SPAN},
         # With a master the parameter is written and not read.
-        reads=state + _size(c.param) * (1 if c.master else 2),
+        reads=state + _size(c.param) * (1 if c.master and not coded else 2),
         writes=state + _size(c.param),
+        narrow=narrow,
     )
 
 
@@ -238,8 +249,8 @@ def _advance_case() -> Case:
 
 
 def _short(dtype: torch.dtype | None) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "none"}
-    return names[dtype]
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return "none" if dtype is None else names.get(dtype, "int8")
 
 
 def _size(dtype: torch.dtype | None) -> int:
