@@ -8,7 +8,7 @@ run on a GPU and, in Triton's interpreter, on a CPU. In reading order:
     guarded        tensors with guards around them, and the comparison of results
     twins          two optimizers in lockstep: one on our kernels, one on torch
     optimizers     every variant of the update kernels, skipped steps, gradients that move
-    transports     gather, scatter, scale, pack and unpack against torch
+    transports     gather, scatter, scale, row_mean, pack and unpack against torch
     captured_step  a captured CUDA graph whose learning rate changes between replays
     average        a converge of two real processes, on NCCL where there are two GPUs
     driver         whether the driver can run what torch and Triton compile

@@ -19,6 +19,7 @@ from hdet_scale.acceptance.optimizers import (
 from hdet_scale.acceptance.transports import (
     check_gather,
     check_pack,
+    check_row_mean,
     check_scale,
     check_scatter,
     check_unpack,
@@ -33,6 +34,7 @@ KERNELS: dict[str, Check] = {
     "gather": check_gather,
     "scatter": check_scatter,
     "scale": check_scale,
+    "row_mean": check_row_mean,
     "pack": check_pack,
     "unpack": check_unpack,
 }

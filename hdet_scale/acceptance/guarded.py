@@ -27,6 +27,11 @@ TOLERANCE = {
 takes roots to within a few units of 2^-24; where that decides how a 16-bit value is rounded, it
 ends one spacing further, and a second one when it happens again."""
 
+TIES = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 2e-3}
+"""Share of the 8-bit codes that may be one off, by the dtype that they were made of. The last bits
+of fp32 move what is rounded to a code by less than 1e-4, so that 1 in 5,000 values is that close to
+half way. Of the ratios of two bf16 values 1 in 100 is exactly half way."""
+
 
 def sizes(device: torch.device) -> list[tuple[int, int]]:
     """(elements, elements behind a 16-byte boundary): one element, a part of a block, whole blocks
@@ -92,10 +97,7 @@ def compare(what: str, ours: Tensor | None, theirs: Tensor, *, exact: bool = Fal
     Returns:
         The difference over what is allowed; the difference itself if `exact`.
     """
-    if ours is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        received = None if ours is None else (ours.dtype, tuple(ours.shape))
-        wanted = (theirs.dtype, tuple(theirs.shape))
-        raise WrongResultError(f"{what} is {received}, torch has {wanted}")
+    ours = expect_like(what, ours, theirs)
     found = gap(ours, theirs)
     allowed = 0.0 if exact else TOLERANCE[ours.dtype]
     if found > allowed:
@@ -104,3 +106,27 @@ def compare(what: str, ours: Tensor | None, theirs: Tensor, *, exact: bool = Fal
             "allowed"
         )
     return found if exact else found / allowed
+
+
+def expect_like(what: str, ours: Tensor | None, theirs: Tensor) -> Tensor:
+    """Our tensor; raise WrongResultError if it is missing, or not of the dtype and shape."""
+    if ours is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        received = None if ours is None else (ours.dtype, tuple(ours.shape))
+        wanted = (theirs.dtype, tuple(theirs.shape))
+        raise WrongResultError(f"{what} is {received}, torch has {wanted}")
+    return ours
+
+
+def expect_codes(
+    what: str, ours: Tensor | None, theirs: Tensor, made_of: torch.dtype = torch.float32
+) -> None:
+    """Raise WrongResultError unless 8-bit codes differ by one at most, and few of them: a value
+    half way between two codes may take either."""
+    off = (expect_like(what, ours, theirs).int() - theirs.int()).abs()
+    if off.numel() and int(off.max()) > 1:
+        raise WrongResultError(f"{what}: a code is {int(off.max())} off, 1 is allowed")
+    allowed = int(TIES[made_of] * off.numel()) + 1
+    if int(off.sum()) > allowed:
+        raise WrongResultError(
+            f"{what}: {int(off.sum())} of {off.numel()} codes are one off, {allowed} are allowed"
+        )

@@ -19,6 +19,7 @@ from hdet_scale.optim.fused_lion import FusedLion
 from hdet_scale.optim.fused_sgd import FusedSGD
 
 STEPS = 3
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # Each number is large enough to be seen in the result: an eps of 1e-8 would not be.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -52,12 +53,12 @@ def check_update(name: str, device: torch.device) -> str:
             twins.give(twins.draw(1 + step))
             twins.optimizer.step()
             twins.step_reference()
-        worst = max(worst, twins.check(_named(combination)))
+            worst = max(worst, twins.check(_named(combination)))
     return f"{len(combinations)} variants like torch, at most {worst:.2f} of what is allowed"
 
 
 def _named(combination: Combination) -> str:
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no"}
+    short = {None: "no", torch.int8: "8-bit", **_SHORT}
     mode = " and master" * combination.master + " rounded at random" * combination.stochastic
     return f"{short[combination.param]} with {short[combination.moment]} moments{mode}"
 

@@ -21,6 +21,7 @@ from tests.support import launches
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
+VARIED = ("BLOCK", "ALIGNED", "ROWS", "INCLUDED")
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -32,20 +33,23 @@ POINTERS = {
 
 
 def variant(kernel: Any, pointers: list[str], constants: dict[str, Any]) -> str:
-    """A kernel as it is compiled, but for block size and alignment."""
-    kept = {k: v for k, v in constants.items() if k not in ("BLOCK", "ALIGNED")}
+    """A kernel as it is compiled, but for block size, alignment and the rows of a mean."""
+    kept = {k: v for k, v in constants.items() if k not in VARIED}
     named = {k: str(getattr(v, "__name__", v)) for k, v in kept.items()}
     return f"{launches.name_of(kernel)} {pointers} {sorted(named.items())}"
 
 
 @interpreted
-def launched_variants() -> tuple[set[str], set[str], list[Finding]]:
-    """The variants that the checks launch, those that `cases` lists, and the findings."""
-    seen = set()
+def launched_variants() -> tuple[set[str], set[str], list[Finding], set[Any]]:
+    """The variants that the checks launch, those that `cases` lists, the findings, and the rows
+    and included rows of the means."""
+    seen, means = set(), set()
 
     def run(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
         pointers = [POINTERS[a.dtype] for a in args if isinstance(a, torch.Tensor)]
         seen.add(variant(kernel, pointers, constants))
+        if "INCLUDED" in constants:
+            means.add((constants["ROWS"], constants["INCLUDED"]))
         start(kernel, programs, device, *args, **constants)
 
     with launches.launched_through(run):
@@ -54,13 +58,14 @@ def launched_variants() -> tuple[set[str], set[str], list[Finding]]:
         variant(c.function, [t for t in c.signature.values() if t[0] == "*"], c.constants)
         for c in cases()
     }
-    return seen, listed, found
+    return seen, listed, found, means
 
 
 def test_every_variant_of_every_kernel_is_launched_and_right() -> None:
-    seen, listed, found = launched_variants()
+    seen, listed, found, means = launched_variants()
     assert len(listed) == len(cases())
     assert seen == listed
+    assert means == {(2, 0b11), (3, 0b101)}, "all of two rows, and two of three"
     states = {finding.name: finding.state for finding in found}
     assert states.pop("CUDA graph") == states.pop("driver") == ABSENT
     assert set(states) == {f"kernel {name}" for name in KERNELS} | {"moving gradients"}

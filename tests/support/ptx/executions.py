@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hdet_scale.kernels import int8_state
 from hdet_scale.kernels.bucket_scale import scale, scale_reference
 from hdet_scale.kernels.cases import Case, updates
 from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
@@ -24,6 +25,7 @@ from hdet_scale.kernels.row_mean import row_mean, row_mean_reference
 from hdet_scale.kernels.table import Combination
 from hdet_scale.kernels.unpack import MOVE_POINT, NO_POINT, unpack, unpack_reference
 from hdet_scale.kernels.update import Update
+from hdet_scale.optim.precision import LOW, is_coded, scales_key
 from tests.support.ptx.device import Device, Launch
 
 SIZES = [2065, 1024, 1008, 1]
@@ -48,6 +50,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Two param groups of each optimizer, whose numbers all differ."""
+
+ASKED = (torch.float32, torch.bfloat16)
+"""What `moment_dtype` takes."""
 
 ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Difference allowed after three steps, relative to the largest value of an array: a few spacings
@@ -132,7 +137,7 @@ def optimizer_of(update: Update) -> Any:
 
 def combination_of(update: Update, case: Case) -> Combination:
     """The dtypes of a case."""
-    return next(c for c in update.combinations if update.constants(c) == case.constants)
+    return next(c for c in update.combinations if update.constants(c).items() <= case.constants.items())
 
 
 def make_optimizer(
@@ -144,9 +149,10 @@ def make_optimizer(
         master_weights=combination.master,
         stochastic_rounding=combination.stochastic,
         # A 16-bit moment of the parameter's own dtype is what None asks for.
-        moment_dtype=combination.moment if combination.moment != torch.float16 else None,
+        moment_dtype=combination.moment if combination.moment in ASKED else None,
         seed=SEED,
         backend="triton",
+        **({"state": "int8"} if is_coded(combination) else {}),
     )
 
 
