@@ -37,8 +37,8 @@ def check_gather(device: torch.device) -> str:
 
 
 def check_scatter(device: torch.device) -> str:
-    """A bucket back into tensors, scaled, in all dtypes, or an fp32 bucket added to them; nothing is
-    written under a raised flag."""
+    """A bucket back into tensors, scaled, in all dtypes, or an fp32 bucket added to them. Nothing
+    is written under a raised flag."""
     cases = [(*pair, False) for pair in _pairs()]
     cases += [(tensor, torch.float32, True) for tensor in DTYPES]
     for tensor, bucket, add in cases:

@@ -9,15 +9,19 @@ import torch
 from hdet_scale.kernels.bucket_scale import scale
 from hdet_scale.kernels.cases import Case, cases, updates
 from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
+from hdet_scale.kernels.launch import SPAN
 from hdet_scale.kernels.pack import pack
 from hdet_scale.kernels.pieces import Pieces
+from hdet_scale.kernels.row_mean import row_mean
 from hdet_scale.kernels.table import Combination
 from hdet_scale.kernels.unpack import unpack
+from hdet_scale.kernels.update import update_kernel
 from tests.support.ptx.device import Device
 from tests.support.ptx.executed import ALONE, TARGETS, Variant, name_of, others, variants
 from tests.support.ptx.executions import (
     OPTIONS,
     execution_of,
+    lockstep,
     make_optimizer,
     matches,
     run,
@@ -101,6 +105,18 @@ def test_a_launch_has_the_specializations_of_its_integers(target: str) -> None:
     }
 
 
+# --- spans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_tensor_of_several_spans(target: str) -> None:
+    """The sizes of the variants fit into one span: here a second program begins behind it."""
+    update = next(u for u in updates() if u.name == "adamw")
+    gpu = Device(target)
+    lockstep(update, Combination(param=torch.float32, moment=torch.float32), gpu, [SPAN + 1030])
+    assert {g.blocks for g in gpu.launches if g.kernel is update_kernel} == {2}
+
+
 # --- bytes ---------------------------------------------------------------------------------------
 
 NUMEL = 8192
@@ -114,6 +130,9 @@ NUMEL = 8192
         ("adamw", torch.float32, torch.float32, False, 28),
         ("adamw", torch.bfloat16, torch.float32, True, 28),
         ("adamw", torch.bfloat16, torch.bfloat16, False, 14),
+        ("adamw", torch.float32, torch.int8, False, 16.25),
+        ("adamw", torch.bfloat16, torch.int8, False, 10.25),
+        ("adamw", torch.bfloat16, torch.int8, True, 14.25),
         ("sgd", torch.float32, torch.float32, False, 20),
         ("sgd", torch.float32, None, False, 12),
         ("lion", torch.float32, torch.float32, False, 20),
@@ -124,7 +143,7 @@ def test_bytes_a_parameter_of_an_optimizers_step(
     param: torch.dtype,
     moment: torch.dtype | None,
     master: bool,
-    expected: int,
+    expected: float,
     target: str,
 ) -> None:
     """Counted as the loads and stores are executed. The tables, which all threads of a block read,
@@ -159,24 +178,62 @@ def moved_by(gpu: Device, *arrays: torch.Tensor) -> float:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_bytes_an_element_of_the_int8_wire(replicas: int, target: str) -> None:
-    """Packing reads the value and the error, writes the error and the code; unpacking N buckets
-    reads N codes and writes the mean. A scale is 4 bytes for each run of QUANTUM."""
-    code = 1 + 4 / QUANTUM
+    """N + 29 and the scales. Packing reads the value, the point and the error, and writes the error
+    and the code: 17. Unpacking reads N codes and the point, and writes the point and the mean:
+    N + 12. A scale is 4 bytes for each run of QUANTUM, written once and read N times."""
     gpu = Device(target)
     with gpu:
-        x, error = values(NUMEL), torch.zeros(NUMEL)
-        codes = torch.empty(replicas, NUMEL, dtype=torch.int8)
-        scales = torch.empty(replicas, packed_blocks(NUMEL))
+        x, point, error = values(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)
+        codes = torch.zeros(replicas, NUMEL, dtype=torch.int8)
+        scales = torch.zeros(replicas, packed_blocks(NUMEL))
         weights, out = torch.full((replicas,), 1 / replicas), torch.empty(NUMEL)
-        for replica in range(replicas):
-            pack(x, error, codes[replica], scales[replica])
-        assert moved_by(gpu, x, error, codes, scales) == replicas * (12 + code)
-        gpu.memory.forget_traffic()
-        unpack(codes, scales, weights, out)
-    packed = gpu.memory.traffic(codes).loaded + gpu.memory.traffic(out).stored
-    assert packed / NUMEL == replicas + 4
+        pack(x, point, error, codes[0], scales[0])
+        assert moved_by(gpu, x, point, error, codes) == 17
+        assert moved_by(gpu, scales) == 4 / QUANTUM
+        before = gpu.memory.traffic(scales).loaded
+        unpack(codes, scales, weights, out, point, move=True)
+    assert moved_by(gpu, x, point, error, codes, out) == replicas + 29
     # Each thread of a row reads the row's scale: counted once a warp.
-    assert replicas * 4 / QUANTUM <= moved_by(gpu, scales) <= replicas / 8
+    loaded = (gpu.memory.traffic(scales).loaded - before) / NUMEL
+    print(f"int8 wire {target} {replicas}: {replicas + 29} bytes an element, scales {loaded:.2f}")
+    assert replicas * 4 / QUANTUM <= loaded <= replicas / 8
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("no point", 4), ("from point", 8), ("move point", 12)]
+)
+def test_bytes_an_element_of_unpack_beside_the_codes(mode: str, expected: int, target: str) -> None:
+    with Device(target) as gpu:
+        codes, scales = torch.ones(2, NUMEL, dtype=torch.int8), torch.ones(2, packed_blocks(NUMEL))
+        point, out = values(NUMEL), torch.empty(NUMEL)
+        given = None if mode == "no point" else point
+        unpack(codes, scales, torch.ones(2), out, given, move=mode == "move point")
+        assert moved_by(gpu, codes) == 2
+        assert moved_by(gpu, point, out) == expected
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("rows", "out", "expected"),
+    [
+        (torch.bfloat16, torch.float32, 8),
+        (torch.float16, torch.float32, 8),
+        (torch.bfloat16, torch.bfloat16, 6),
+        (torch.float16, torch.float16, 6),
+    ],
+)
+def test_bytes_an_element_of_the_mean_of_two(
+    rows: torch.dtype, out: torch.dtype, expected: int, target: str
+) -> None:
+    """Each row is read once and the mean is written once; a row that is left out is not read."""
+    with Device(target) as gpu:
+        table, mean = values(3 * NUMEL, rows).view(3, NUMEL), torch.empty(NUMEL, dtype=out)
+        row_mean(table, [True, False, True], mean)
+        moved = moved_by(gpu, table, mean)
+    print(f"row_mean {target} {rows} into {out}: {moved:g} bytes an element")
+    assert moved == expected
+    assert max(w for (_, w), lanes in gpu.memory.widths.items() if lanes >= NUMEL // 8) == 16
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -188,6 +245,10 @@ def test_bytes_an_element_of_the_copies(target: str) -> None:
         assert moved_by(gpu, tensor, bucket) == 6
         pieces.scatter(bucket)
         assert moved_by(gpu, tensor, bucket) == 12
+        wide = torch.zeros(NUMEL)
+        gpu.memory.forget_traffic()
+        pieces.scatter(wide, add=True)
+        assert moved_by(gpu, tensor, wide) == 12
         gpu.memory.forget_traffic()
         scale(bucket, factor)
         assert moved_by(gpu, bucket) == 4

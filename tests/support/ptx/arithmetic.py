@@ -111,12 +111,18 @@ for _width in (16, 32, 64):
 
 
 def _field(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    start, length = (np.minimum(v & np.uint32(255), np.uint32(32)) for v in (start, length))
-    field = (a.astype("u8") >> start.astype("u8")) & ((np.uint64(1) << length.astype("u8")) - 1)
-    return field.astype("u4")
+    """Some bits of a number; those of a signed one carry on their sign, and its own behind it."""
+    kind = a.dtype.kind
+    start, length = ((np.minimum(v & 255, 32)).astype(f"{kind}8") for v in (start, length))
+    left = 64 - length
+    field = a.astype(f"{kind}8") >> start
+    # numpy leaves a shift by 64 open: two shifts by half of it.
+    field = field << (left // 2) << (left - left // 2) >> (left // 2) >> (left - left // 2)
+    return field.astype(a.dtype)
 
 
-ARITHMETIC["bfe.u32"] = compute(_field, "u32", "u32", "u32")
+for _k in "su":
+    ARITHMETIC[f"bfe.{_k}32"] = compute(_field, f"{_k}32", "u32", "u32")
 
 
 def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import torch
 
 from hdet_scale.kernels import bucket_scale, pack, pieces, table
 from hdet_scale.kernels.cases import Case, cases
+from hdet_scale.optim.fused_adamw import FusedAdamW
 from tests.support.ptx.device import Device
 from tests.support.ptx.executions import run
 from tests.support.ptx.parse import PTXError, parse
@@ -63,20 +64,46 @@ def test_a_pointer_shifted_by_one_element_is_misaligned(target: str) -> None:
         scaled(target, 4096, moved(0, 4))
 
 
+def unaligned_gather() -> None:
+    pieces.Pieces([torch.ones(2048)]).gather(torch.zeros(2048))
+
+
+def unaligned_step() -> None:
+    param = torch.nn.Parameter(torch.ones(2048))
+    param.grad = torch.ones(2048)
+    FusedAdamW([param], backend="triton").step()
+
+
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("start", [unaligned_gather, unaligned_step])
 def test_a_wide_access_to_an_unaligned_tensor_is_misaligned(
+    start: Callable[[], None], target: str
+) -> None:
+    """Kernels that take every address for a multiple of 16, and tensors that are not."""
+
+    def edit(text: str) -> str:
+        blind = replaced(r"(and\.b64\s+%rd\d+, %rd\d+), 15;", r"\1, 0;", count=1)
+        return text if "advance_kernel" in text else blind(text)
+
+    with Device(target, shift=True):
+        start()
+    with (
+        Device(target, shift=True, edit=edit),
+        pytest.raises(PTXError, match="misaligned at byte 0 of a tensor of 8192 bytes"),
+    ):
+        start()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_table_that_calls_every_block_whole_leaves_a_tensor(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table that calls every block aligned, and tensors that are not."""
-
     def careless(sizes: Sequence[tuple[int, int, bool]], block: int) -> torch.Tensor:
-        return table.chunk_table([(row, numel, True) for row, numel, _ in sizes], block)
+        return table.chunk_table([(row, -(-n // block) * block, a) for row, n, a in sizes], block)
 
     monkeypatch.setattr(pieces, "chunk_table", careless)
-    with Device(target, shift=True):
-        moved_pieces = pieces.Pieces([torch.ones(2048)])
-        with pytest.raises(PTXError, match="misaligned at byte 0 of a tensor of 8192 bytes"):
-            moved_pieces.gather(torch.zeros(2048))
+    with Device(target), pytest.raises(PTXError, match="out of bounds at byte 8224"):
+        pieces.Pieces([torch.ones(2056)]).gather(torch.zeros(4096))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -118,7 +145,7 @@ def packed(target: str, edit: Callable[[str], str] | None = None) -> None:
     with Device(target, edit=edit):
         numel = 2065
         codes, scales = torch.empty(numel, dtype=torch.int8), torch.empty(9)
-        pack.pack(torch.randn(numel), torch.zeros(numel), codes, scales)
+        pack.pack(torch.randn(numel), torch.zeros(numel), torch.zeros(numel), codes, scales)
 
 
 def without_barrier(number: int) -> Callable[[str], str]:
