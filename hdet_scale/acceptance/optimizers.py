@@ -19,7 +19,13 @@ from hdet_scale.optim.fused_lion import FusedLion
 from hdet_scale.optim.fused_sgd import FusedSGD
 
 STEPS = 3
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "8-bit",
+    None: "no",
+}
 
 # Each number is large enough to be seen in the result: an eps of 1e-8 would not be.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -58,9 +64,8 @@ def check_update(name: str, device: torch.device) -> str:
 
 
 def _named(combination: Combination) -> str:
-    short = {None: "no", torch.int8: "8-bit", **_SHORT}
     mode = " and master" * combination.master + " rounded at random" * combination.stochastic
-    return f"{short[combination.param]} with {short[combination.moment]} moments{mode}"
+    return f"{_SHORT[combination.param]} with {_SHORT[combination.moment]} moments{mode}"
 
 
 def check_skipped(device: torch.device) -> str:

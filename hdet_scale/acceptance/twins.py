@@ -1,7 +1,7 @@
 """An optimizer on our kernels, and the torch reference beside them, stepped in lockstep.
 
 The reference is that of the kernel's own file and not torch's fused step: torch 2.13's fused SGD
-leaves most elements of a 16-bit parameter on a CPU as they were.
+leaves nearly all elements of a 16-bit parameter on a CPU unchanged.
 
 A moment that is kept as 8-bit codes may take either code next to a tie, and from then on the two
 sides are two runs. Such codes may differ by one at each check, and the reference goes on with ours.
@@ -121,17 +121,15 @@ class Twins:
             self._step_entry(entry, param.grad, numbers)
 
     def _step_entry(self, entry: dict[str, Any], grad: Tensor, numbers: dict[str, Any]) -> None:
-        moments = [entry.get(name) for name in self._update.moments]
+        reference = self._update.reference
+        moments = [entry[name] for name in self._moments]
         if is_coded(self._combination):
             scales = [entry[scales_key(name)] for name in self._moments]
-            arrays = (entry["param"], grad, moments, scales)
             int8_state.step_reference(
-                self._update.reference, *arrays, low=entry.get(LOW), **numbers
+                reference, entry["param"], grad, moments, scales, low=entry.get(LOW), **numbers
             )
         else:
-            self._update.reference(
-                entry["param"], grad, *moments, master=entry.get("master"), **numbers
-            )
+            reference(entry["param"], grad, *moments, master=entry.get("master"), **numbers)
 
     def check(self, what: str) -> float:
         """Compare parameters and state; the largest difference over what is allowed.
