@@ -110,6 +110,11 @@ def _update_block(  # type: ignore[no-untyped-def]
     left = tl.load(row + _NUMEL) - start
     mask = None
     if not VECTOR:
+        if not CODED:
+            left = tl.minimum(left, BLOCK).to(tl.int32)
+            # Adds 0, which the compiler cannot know: it would keep each element's address over the
+            # turns of the loop, in registers that halve the occupancy.
+            start += tl.minimum(left, 0)
         mask = i < left
     p_at, g_at, m_at, v_at, w_at = _arrays(row, grad, start, P, M, VECTOR)
     if MASTER and CODED:
