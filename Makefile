@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TORCH := 2.13.0
 
 # One thread a process: several processes share the cores, and the timings stay comparable.
 export OMP_NUM_THREADS ?= 1
@@ -20,7 +19,7 @@ install: $(READY)
 $(READY): requirements.txt setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $$(grep -E '^(setuptools|wheel|ninja|packaging|numpy)==' requirements.txt)
-	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet $$(grep -E '^torch==' requirements.txt)
 	$(BIN)/pip install --quiet --no-build-isolation -r requirements.txt
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $(READY)

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "triton": ["triton>=3.5"],
+    "triton": ["triton>=3.4"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "report": ["rich>=13"],
     "boards": ["tensorboard>=2.18", "wandb>=0.19"],
@@ -48,7 +48,7 @@ setup(
         "hdet_scale.runs": ["page/*.*", "page/figures/*.js"],
         "hdet_scale.kernels": ["py.typed"],
     },
-    install_requires=["torch>=2.13"],
+    install_requires=["torch>=2.8"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hdet = hdet_scale.cli:main"]},
 )

@@ -16,6 +16,7 @@ from benchmarks import rows
 SHORT = {
     "speed.converge": ["--repeats", "3", "--shrink", "2", "--no-rows"],
     "speed.fused_step": ["--repeats", "5", "--no-rows"],
+    "speed.int8_loss": ["--seeds", "2", "--steps", "40", "--no-rows"],
     "speed.plan_check": ["--repeats", "3", "--no-rows"],
     "speed.scale": ["--no-rows"],
     "speed.throughput": ["--turns", "60", "--no-rows"],

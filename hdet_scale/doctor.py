@@ -1,7 +1,14 @@
 """`hdet doctor`: try what this machine can run, and say for each failure what to do.
 
+On a GPU it is an acceptance test (`acceptance/`): it launches every kernel against its torch
+reference, replays a CUDA graph at several learning rates, moves the gradients, averages on NCCL
+where there are two GPUs, and compares the driver with what torch and Triton compile. What needs a
+GPU says "not checked: no CUDA device" elsewhere. `TRITON_INTERPRET=1 hdet doctor` runs the kernels
+on a CPU, in Triton's interpreter.
+
 An optional package that is not installed is reported and is no failure. One that is installed and
-does not work is a failure.
+does not work is a failure. The output is one block of text that names versions, GPU and driver, to
+be sent along with a report of a fault.
 """
 
 from __future__ import annotations
@@ -15,15 +22,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
+from hdet_scale.acceptance import ABSENT, BAD, NO_DEVICE, OK, Finding, tried
+from hdet_scale.acceptance.findings import in_one_line
+from hdet_scale.acceptance.machine import describe_machine
 from hdet_scale.train.workers import Send, WorkerError, messages
 
-OK, ABSENT, BAD = "ok", "absent", "bad"
-LEAST_TORCH = (2, 13)
+LEAST_TORCH = (2, 8)
 DEEPSPEED = "0.19"
 OPTIONS = {
     "triton": ("triton", "fused kernels on a GPU"),
@@ -38,25 +47,16 @@ OPTIONS = {
 """Package: the extra that brings it, and what it is for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    state: str
-    """"ok", "absent" (not installed, nothing wrong) or "bad"."""
-    found: str
-    todo: str = ""
-    """What to do, if the state is not "ok"."""
-
-
 def examine() -> Iterator[Finding]:
     """Run every check, in the order in which they are shown."""
     yield from (_python(), _torch(), *_options(), _devices(), _backends())
     yield _collective("gloo")
     if torch.cuda.device_count() > 1:
         yield _collective("nccl")
-    yield from (_kernels(), _deepspeed(), _compiler())
+    yield _kernels()
+    yield from _acceptance()
+    yield _average()
+    yield from (_deepspeed(), _compiler())
 
 
 def _python() -> Finding:
@@ -150,8 +150,38 @@ def _kernels() -> Finding:
     except Exception as error:
         todo = "Triton cannot compile: clear ~/.triton/cache, or pip install -U triton"
         return Finding("kernels", BAD, f"{type(error).__name__}: {error}".splitlines()[0], todo)
-    where = "compiled for this GPU" if torch.cuda.is_available() else "no GPU: torch's kernels run"
-    return Finding("kernels", OK, f"{where}; Triton compiles for {target}")
+    return Finding("kernels", OK, f"Triton compiles for {target}")
+
+
+def _acceptance() -> Iterator[Finding]:
+    """Every kernel on the device that is here; nothing where Triton is missing or broken."""
+    try:
+        from hdet_scale.acceptance import checklist
+        from hdet_scale.kernels.launch import require_triton
+
+        require_triton()
+    except ModuleNotFoundError:
+        yield Finding("kernels run", ABSENT, "not checked: Triton is not installed")
+    except Exception as error:
+        yield Finding("kernels run", BAD, in_one_line(error), "pip install -U triton")
+    else:
+        yield from checklist.accept()
+
+
+def _average(kind: str = "cuda", backend: str = "nccl") -> Finding:
+    """A converge of two real processes, each on a GPU of its own."""
+    name, count = f"converge on {backend}", torch.cuda.device_count()
+    if kind == "cuda" and count < 2:
+        found = NO_DEVICE if count == 0 else "not checked: one CUDA device, two are needed"
+        return Finding(name, ABSENT, found)
+
+    def check() -> str:
+        from hdet_scale.acceptance import average
+
+        told = list(messages(average.average_two, 2, kind, backend=backend))
+        return average.judge_average(told)
+
+    return tried(name, check, "do not train on more than one GPU here, and send us this block")
 
 
 def _deepspeed() -> Finding:
@@ -193,6 +223,8 @@ def _compiler() -> Finding:
 # -- the command --------------------------------------------------------------------------------
 
 SIGNS = {OK: "ok  ", ABSENT: "-   ", BAD: "BAD "}
+FIRST_LINE = "--- hdet doctor: to report a fault, send all lines from here ---"
+LAST_LINE = "--- to here ---"
 
 
 def main(
@@ -207,13 +239,17 @@ def main(
     parser = argparse.ArgumentParser(
         prog="hdet doctor",
         description="Try what this machine can run: versions, GPUs, a collective of two processes, "
-        "kernels, DeepSpeed; and say what to do about what fails.",
+        "kernels, DeepSpeed; and say what to do about what fails. On a GPU every kernel is "
+        "launched and compared with torch, which takes minutes the first time.",
         epilog="example: hdet doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     options = parser.parse_args(argv)
     bad = 0
     found = []
+    machine = describe_machine()
+    if not options.json:
+        print(FIRST_LINE, *machine, sep="\n", flush=True)
     for finding in checks():
         found.append(finding)
         bad += finding.state == BAD
@@ -221,9 +257,11 @@ def main(
             todo = f"   -> {finding.todo}" if finding.todo and finding.state != OK else ""
             print(f"{SIGNS[finding.state]}{finding.name:<18}{finding.found}{todo}", flush=True)
     if options.json:
-        print(json.dumps({"bad": bad, "findings": [asdict(f) for f in found]}))
+        told = {"bad": bad, "machine": machine, "findings": [asdict(f) for f in found]}
+        print(json.dumps(told))
     else:
         print(f"{bad} of {len(found)} checks failed" if bad else "nothing is wrong")
+        print(LAST_LINE)
     return 1 if bad else 0
 
 

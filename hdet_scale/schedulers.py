@@ -204,7 +204,7 @@ class OneCycleAutoLR(PhasedScheduler, OneCycleLR):
 
     def _write(self) -> None:
         if "_phase" in self.__dict__:
-            self._phase.write()
+            super()._write()
             self._last_lr = [f.read() for f in self._run.factors]
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ With base LR eta and the replica's multiplier rho, in fp32 whatever the storage:
     p <- p - (eta rho / c1) m / (sqrt(v) / c2 + eps)
 
 c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t) come from `advance`. 28 bytes a parameter for fp32, and
-28 for 16-bit p and g with an fp32 master and fp32 moments (p is then written and not read).
+28 for 16-bit p and g with an fp32 master and fp32 moments (p is then written and not read); 16.25
+for fp32 with moments as 8-bit codes.
 """
 
 import torch
@@ -84,4 +85,5 @@ ADAMW = Update(
     reference=adamw_reference,
     options=("betas", "eps", "weight_decay", "maximize"),
     moments=("exp_avg", "exp_avg_sq"),
+    coded=True,
 )

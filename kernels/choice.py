@@ -1,4 +1,4 @@
-"""Whether the kernels run where a tensor lies, asked without importing Triton."""
+"""Whether and how the kernels run where a tensor lies, asked without importing Triton."""
 
 import functools
 import importlib.util
@@ -10,6 +10,11 @@ import torch
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels: on the CPU, for correctness only."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is started now is recorded into a CUDA graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

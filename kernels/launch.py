@@ -48,6 +48,7 @@ except ModuleNotFoundError:
 __all__ = [
     "ELEMENTS_PER_THREAD",
     "NUM_WARPS",
+    "SPAN",
     "block_size",
     "check_device",
     "constant",
@@ -74,6 +75,9 @@ def jit(function: Callable[..., Any], *, name: Callable[[Any], str] | None = Non
 
 ELEMENTS_PER_THREAD = 8
 NUM_WARPS = 4
+SPAN = 16 * 1024
+"""Elements of a program that loops over its blocks: a table of programs is then short, and a
+multiple of every block size."""
 
 
 def require_triton() -> None:

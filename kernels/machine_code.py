@@ -12,8 +12,9 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from hdet_scale.kernels.cases import Case
+from hdet_scale.kernels.cases import PLAIN, Case, Specialization
 from hdet_scale.kernels.launch import NUM_WARPS, block_size, interpreting, triton
+from hdet_scale.kernels.occupancy import Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,55 @@ class Target:
     """A GPU of that kind."""
     bandwidth: float
     """Of that GPU's memory in bytes/s (the vendor's data sheet): no kernel can be faster."""
+    processor: Processor
+    """What one of its multiprocessors has."""
+    driver: int = 0
+    """The first branch of NVIDIA's driver that knows it."""
+
+
+def _nvidia(warps: int, programs: int, shared: int) -> Processor:
+    """64 K registers in units of 8 a thread; a thread block costs 1 KB of shared memory."""
+    return Processor(
+        warps=warps,
+        programs=programs,
+        registers=65536,
+        unit=8,
+        shared=shared * 1024,
+        reserved=1024,
+    )
+
+
+def _cdna(shared: int) -> Processor:
+    """512 registers a lane on each of four units of 64 lanes, eight wavefronts on each."""
+    return Processor(warps=32, programs=16, registers=131072, unit=8, shared=shared * 1024)
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, "A100 80GB SXM", 2.039e12),
-    "sm_90": Target("cuda", 90, 32, "H100 SXM", 3.35e12),
-    "sm_100": Target("cuda", 100, 32, "B200", 8.0e12),
-    "gfx942": Target("hip", "gfx942", 64, "MI300X", 5.3e12),
+    "sm_80": Target("cuda", 80, 32, "A100 80GB SXM", 2.039e12, _nvidia(64, 32, 164), 450),
+    "sm_89": Target("cuda", 89, 32, "L40S", 0.864e12, _nvidia(48, 24, 100), 525),
+    "sm_90": Target("cuda", 90, 32, "H100 SXM", 3.35e12, _nvidia(64, 32, 228), 525),
+    "sm_100": Target("cuda", 100, 32, "B200", 8.0e12, _nvidia(64, 32, 228), 570),
+    "sm_103": Target("cuda", 103, 32, "B300", 8.0e12, _nvidia(64, 32, 228), 575),
+    "sm_120": Target("cuda", 120, 32, "RTX PRO 6000", 1.792e12, _nvidia(48, 24, 100), 570),
+    "gfx90a": Target("hip", "gfx90a", 64, "MI250X, one die", 1.638e12, _cdna(64)),
+    "gfx942": Target("hip", "gfx942", 64, "MI300X", 5.3e12, _cdna(64)),
+    "gfx950": Target("hip", "gfx950", 64, "MI355X", 8.0e12, _cdna(160)),
 }
+
+_DRIVERS = {7: 450, 8: 525, 9: 580}
+"""By the major version of PTX: the first driver of the CUDA release (11, 12, 13) that such machine
+code belongs to. Within a release a driver runs what a later compiler made."""
+
+
+def driver_of(version: tuple[int, int], target: str) -> int | None:
+    """The oldest driver branch that runs a kernel, or None if none is known.
+
+    Args:
+        version: Of its PTX.
+        target: What it was compiled for: a GPU needs a driver that knows it.
+    """
+    known = _DRIVERS.get(version[0])
+    return None if known is None else max(known, TARGETS[target].driver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +94,8 @@ class MachineCode:
     """Load instructions by their width in bits."""
     stores: dict[int, int]
     """Store instructions by their width in bits."""
+    ptx: tuple[int, int] | None
+    """The version of PTX; None for AMD."""
 
 
 def elements_of(case: Case, target: Target) -> int:
@@ -59,8 +103,13 @@ def elements_of(case: Case, target: Target) -> int:
     return case.elements or block_size(target.warp)
 
 
-def compile_case(case: Case, target: str) -> Any:
+def compile_case(case: Case, target: str, special: Specialization = PLAIN) -> Any:
     """The compiled kernel of a case, from Triton's cache if it has been compiled before.
+
+    Args:
+        case: What to compile.
+        target: A name in `TARGETS`.
+        special: What the launch knows of its arguments (default: pointers are aligned).
 
     Raises:
         RuntimeError: The process interprets kernels (TRITON_INTERPRET).
@@ -72,13 +121,23 @@ def compile_case(case: Case, target: str) -> Any:
 
     to = TARGETS[target]
     constants = {**case.constants, "BLOCK": elements_of(case, to)}
+    if "ALIGNED" in constants and not special.aligned:
+        constants["ALIGNED"] = False
+    if special.one is not None:
+        constants[special.one] = 1
     names = case.function.arg_names
-    signature = {n: case.signature.get(n, "constexpr") for n in names}
+    kinds = {name: kind for name, kind in case.signature.items() if name not in constants}
+    signature = {name: kinds.get(name, "constexpr") for name in names}
     # A launch marks 16-byte aligned pointers like this; a bucket that is not is ALIGNED=False.
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+    marked = [n for n, kind in kinds.items() if _is_marked(kind, special)]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in marked}
     source = ASTSource(case.function, signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget(to.backend, to.arch, to.warp), options=options)
+
+
+def _is_marked(kind: str, special: Specialization) -> bool:
+    return special.aligned if kind.startswith("*") else special.sixteens
 
 
 def read(compiled: Any, target: str) -> MachineCode:
@@ -87,10 +146,16 @@ def read(compiled: Any, target: str) -> MachineCode:
     if TARGETS[target].backend == "cuda":
         text = compiled.asm["ptx"]
         resources = _nvidia_resources(compiled.asm["cubin"])
-        return MachineCode(*resources, shared, _ptx_widths(text, "ld"), _ptx_widths(text, "st"))
+        widths = (_ptx_widths(text, "ld"), _ptx_widths(text, "st"))
+        return MachineCode(*resources, shared, *widths, _ptx_version(text))
     text = compiled.asm["amdgcn"]
     widths = (_amd_widths(text, "load"), _amd_widths(text, "store"))
-    return MachineCode(*_amd_resources(text), shared, *widths)
+    return MachineCode(*_amd_resources(text), shared, *widths, None)
+
+
+def _ptx_version(ptx: str) -> tuple[int, int]:
+    major, minor = re.findall(r"^\.version (\d+)\.(\d+)", ptx, re.MULTILINE)[0]
+    return int(major), int(minor)
 
 
 def _ptx_widths(ptx: str, kind: str) -> dict[int, int]:

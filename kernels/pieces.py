@@ -1,7 +1,8 @@
 """Tensors copied into a flat bucket and back, one launch for each dtype.
 
     gather    bucket[o:o+n] <- cast(scale * tensor), and a flag if any element is not finite
-    scatter   tensor <- cast(scale * bucket[o:o+n]), unless a flag says to skip
+    scatter   tensor <- cast(scale * bucket[o:o+n]), or that added to the tensor, unless a flag says
+              to skip
 
 Scale and flag are device scalars: nothing here waits for the device. The finite check looks at
 what was cast, so that a value that is finite in fp32 and overflows in fp16 is found too. Where no
@@ -21,20 +22,31 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @jit
-def _ends(row, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of a tensor and of its place in the bucket, at element `start`."""
-    t_at = tl.load(row).to(tl.pointer_type(T))
-    b_at = tl.load(row + 2).to(tl.pointer_type(B))
+def _place_in(bucket, offset, B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address of an element of the bucket. As an integer: the compiler joins sums of pointers,
+    and a hint on one of them is lost."""
+    SIZE: tl.constexpr = B.primitive_bitwidth // 8
+    return bucket.to(tl.int64) + offset * SIZE
+
+
+@jit
+def _ends(t_at, b_at, start, T: tl.constexpr, B: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Element `start` of a tensor and of its place in the bucket, both given by their addresses.
+    The compiler cannot see how these are aligned: the hint makes the accesses 128 bits wide."""
+    tensor = t_at.to(tl.pointer_type(T))
+    place = b_at.to(tl.pointer_type(B))
     if VECTOR:
-        t_at = tl.multiple_of(t_at, 16)
-        b_at = tl.multiple_of(b_at, 16)
-    return t_at + start, b_at + start
+        tensor = tl.multiple_of(tensor, 16)
+        place = tl.multiple_of(place, 16)
+    return tensor + start, place + start
 
 
 @jit
 def _gather_block(  # type: ignore[no-untyped-def]
-    row,
+    t_at,
+    b_at,
     start,
+    numel,
     flag,
     scale,
     T: tl.constexpr,
@@ -46,11 +58,11 @@ def _gather_block(  # type: ignore[no-untyped-def]
     mask = None
     inside = i >= 0
     if not VECTOR:
-        mask = i < tl.load(row + 1) - start
+        mask = i < numel - start
         inside = mask
-    t_at, b_at = _ends(row, start, T, B, VECTOR)
-    y = nearest(tl.load(t_at + i, mask=mask).to(tl.float32) * scale, B)
-    tl.store(b_at + i, y, mask=mask)
+    tensor, place = _ends(t_at, b_at, start, T, B, VECTOR)
+    y = nearest(tl.load(tensor + i, mask=mask).to(tl.float32) * scale, B)
+    tl.store(place + i, y, mask=mask)
     # Every writer writes 1, so that the order does not matter; a finite bucket writes nothing.
     broken = (tl.abs(y.to(tl.float32)) <= _LARGEST) == 0
     tl.store(flag + i * 0, 1, mask=broken & inside)
@@ -58,58 +70,89 @@ def _gather_block(  # type: ignore[no-untyped-def]
 
 @jit
 def gather_kernel(  # type: ignore[no-untyped-def]
-    pieces, chunks, flag, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+    addresses,
+    places,
+    chunks,
+    bucket,
+    flag,
+    scale,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     chunk = chunks + tl.program_id(0) * 2
-    row = pieces + tl.load(chunk) * 3
+    row = tl.load(chunk)
     packed = tl.load(chunk + 1)
     start = (packed // 2).to(tl.int64) * BLOCK
+    t_at = tl.load(addresses + row)
+    b_at = _place_in(bucket, tl.load(places + row * 2 + 1), B)
+    numel = tl.load(places + row * 2)
     factor = tl.load(scale)
-    if packed % 2 != 0:
-        _gather_block(row, start, flag, factor, T, B, BLOCK, True)
+    # A bucket may lie anywhere: whether both ends of a whole block are aligned is known here.
+    if packed % 2 != 0 and (t_at | b_at) % 16 == 0:
+        _gather_block(t_at, b_at, start, numel, flag, factor, T, B, BLOCK, True)
     else:
-        _gather_block(row, start, flag, factor, T, B, BLOCK, False)
+        _gather_block(t_at, b_at, start, numel, flag, factor, T, B, BLOCK, False)
 
 
 @jit
 def _scatter_block(  # type: ignore[no-untyped-def]
-    row,
+    t_at,
+    b_at,
     start,
+    numel,
     scale,
     T: tl.constexpr,
     B: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
     mask = None
     if not VECTOR:
-        mask = i < tl.load(row + 1) - start
-    t_at, b_at = _ends(row, start, T, B, VECTOR)
-    x = tl.load(b_at + i, mask=mask).to(tl.float32) * scale
-    tl.store(t_at + i, nearest(x, T), mask=mask)
+        mask = i < numel - start
+    tensor, place = _ends(t_at, b_at, start, T, B, VECTOR)
+    x = tl.load(place + i, mask=mask).to(tl.float32) * scale
+    if ADD:
+        x += tl.load(tensor + i, mask=mask).to(tl.float32)
+    tl.store(tensor + i, nearest(x, T), mask=mask)
 
 
 @jit
 def scatter_kernel(  # type: ignore[no-untyped-def]
-    pieces, chunks, skip, scale, T: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
+    addresses,
+    places,
+    chunks,
+    bucket,
+    skip,
+    scale,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     if tl.load(skip) == 0:
         chunk = chunks + tl.program_id(0) * 2
-        row = pieces + tl.load(chunk) * 3
+        row = tl.load(chunk)
         packed = tl.load(chunk + 1)
         start = (packed // 2).to(tl.int64) * BLOCK
+        t_at = tl.load(addresses + row)
+        b_at = _place_in(bucket, tl.load(places + row * 2 + 1), B)
+        numel = tl.load(places + row * 2)
         factor = tl.load(scale)
-        if packed % 2 != 0:
-            _scatter_block(row, start, factor, T, B, BLOCK, True)
+        if packed % 2 != 0 and (t_at | b_at) % 16 == 0:
+            _scatter_block(t_at, b_at, start, numel, factor, T, B, ADD, BLOCK, True)
         else:
-            _scatter_block(row, start, factor, T, B, BLOCK, False)
+            _scatter_block(t_at, b_at, start, numel, factor, T, B, ADD, BLOCK, False)
 
 
 class Pieces:
     """Tensors and their places in a flat bucket.
 
-    The table of addresses is kept on the device and rebuilt only when one of them changes.
+    What a launch reads lies on the device: the tensors' addresses, their sizes and offsets, and a
+    list of blocks. Another bucket changes none of them, and tensors that have moved change the
+    addresses alone.
 
     Args:
         tensors: Contiguous tensors on one device. They may have several dtypes: one launch for
@@ -122,9 +165,10 @@ class Pieces:
         self, tensors: Sequence[torch.Tensor], offsets: Sequence[int] | None = None
     ) -> None:
         self.tensors = [flat_view(t, position) for position, t in enumerate(tensors)]
+        self._kinds = [(t.numel(), t.dtype) for t in self.tensors]
         ends = [0]
-        for tensor in self.tensors:
-            ends.append(ends[-1] + tensor.numel())
+        for size, _ in self._kinds:
+            ends.append(ends[-1] + size)
         self.offsets = list(offsets) if offsets is not None else ends[:-1]
         if len(self.offsets) != len(self.tensors):
             raise ValueError(
@@ -133,8 +177,22 @@ class Pieces:
         pairs = zip(self.offsets, self.tensors, strict=True)
         self.numel = max([o + t.numel() for o, t in pairs], default=0)
         self._seen: list[int] = []
-        self._rows = torch.empty(0)
+        self._addresses = self._places = torch.empty(0)
         self._chunks: dict[torch.dtype, torch.Tensor] = {}
+
+    def move_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Work on other tensors of the same sizes and dtypes, in the same order.
+
+        Args:
+            tensors: The others; none to let go of the present ones.
+        """
+        flats = [flat_view(t, position) for position, t in enumerate(tensors)]
+        if flats and [(t.numel(), t.dtype) for t in flats] != self._kinds:
+            raise ValueError(
+                f"{len(flats)} tensors differ in size or dtype from the {len(self._kinds)} that "
+                "the pieces were made for: make new Pieces"
+            )
+        self.tensors = flats
 
     def gather(
         self,
@@ -167,6 +225,8 @@ class Pieces:
         bucket: torch.Tensor,
         scale: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
+        *,
+        add: bool = False,
     ) -> None:
         """Copy the bucket back into the tensors.
 
@@ -174,14 +234,14 @@ class Pieces:
             bucket: What `gather` has filled.
             scale: A device scalar that multiplies every element (default: None, which is 1).
             skip: An int32 tensor [1]; other than 0, every tensor is left as it is (default: None).
+            add: Add to the tensors instead, in fp32 and rounded once (default: False).
         """
         self._check(bucket)
         if not on_kernels(bucket):
-            scatter_reference(self.tensors, self.offsets, bucket, scale, skip)
+            scatter_reference(self.tensors, self.offsets, bucket, scale, skip, add=add)
             return
-        if skip is None:
-            skip = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        self._launch(scatter_kernel, bucket, skip, scale)
+        flag = constant(0.0, bucket.device).view(torch.int32) if skip is None else skip
+        self._launch(scatter_kernel, bucket, flag, scale, ADD=add)
 
     def _check(self, bucket: torch.Tensor) -> None:
         if bucket.dim() != 1 or not bucket.is_contiguous() or bucket.numel() < self.numel:
@@ -197,40 +257,54 @@ class Pieces:
             )
 
     def _launch(
-        self, kernel: object, bucket: torch.Tensor, flag: torch.Tensor, scale: torch.Tensor | None
+        self,
+        kernel: object,
+        bucket: torch.Tensor,
+        flag: torch.Tensor,
+        scale: torch.Tensor | None,
+        **constants: bool,
     ) -> None:
         block = device_block_size(bucket.device)
-        self._refresh(bucket, block)
+        if not self._chunks:
+            self._lay_out(bucket.device, block)
+        self._point(bucket.device)
         factor = constant(1.0, bucket.device) if scale is None else scale
         for dtype, chunks in self._chunks.items():
             launch(
                 kernel,
                 chunks.shape[0],
                 bucket.device,
-                self._rows,
+                self._addresses,
+                self._places,
                 chunks,
+                bucket,
                 flag,
                 factor,
                 T=tl_dtype(dtype),
                 B=tl_dtype(bucket.dtype),
                 BLOCK=block,
+                **constants,
             )
 
-    def _refresh(self, bucket: torch.Tensor, block: int) -> None:
-        now = [bucket.data_ptr(), bucket.element_size(), *(t.data_ptr() for t in self.tensors)]
+    def _lay_out(self, device: torch.device, block: int) -> None:
+        """What depends on sizes and offsets alone."""
+        sizes = [size for size, _ in self._kinds]
+        places = torch.tensor([sizes, self.offsets], dtype=torch.int64).t().contiguous()
+        self._places = places.to(device)
+        self._addresses = torch.empty(len(sizes), dtype=torch.int64, device=device)
+        for dtype in dict.fromkeys(dtype for _, dtype in self._kinds):
+            chosen = [(i, n, True) for i, (n, kind) in enumerate(self._kinds) if kind == dtype]
+            self._chunks[dtype] = chunk_table(chosen, block).to(device)
+
+    def _point(self, device: torch.device) -> None:
+        """Bring the addresses up to date, without waiting for the device."""
+        now = [t.data_ptr() for t in self.tensors]
         if now == self._seen:
             return
-        pairs = list(zip(self.tensors, self.offsets, strict=True))
-        rows = [[t.data_ptr(), t.numel(), now[0] + offset * now[1]] for t, offset in pairs]
-        self._rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(bucket.device)
-        self._chunks = {}
-        for dtype in dict.fromkeys(t.dtype for t in self.tensors):
-            sizes = [
-                (i, t.numel(), (t.data_ptr() | (now[0] + o * now[1])) % 16 == 0)
-                for i, (t, o) in enumerate(pairs)
-                if t.dtype == dtype
-            ]
-            self._chunks[dtype] = chunk_table(sizes, block).to(bucket.device)
+        host = torch.tensor(now, dtype=torch.int64)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        self._addresses.copy_(host, non_blocking=True)
         self._seen = now
 
 
@@ -272,10 +346,13 @@ def scatter_reference(
     bucket: torch.Tensor,
     scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """`Pieces.scatter` in torch."""
     if skip is not None and bool(skip):
         return
     for tensor, offset in zip(tensors, offsets, strict=True):
         piece = bucket[offset : offset + tensor.numel()]
-        tensor.copy_(piece if scale is None else piece.float() * scale)
+        value = piece if scale is None else piece.float() * scale
+        tensor.copy_(value.float() + tensor.float() if add else value)

@@ -75,9 +75,10 @@ def words_at(key, step, first, offsets):  # type: ignore[no-untyped-def]
     at_step = mix(step.to(tl.uint32))
     low_key = mix((key & 0xFFFFFFFF).to(tl.uint32) ^ at_step)
     high_key = mix((key >> 32).to(tl.uint32) + at_step)
-    index = first + offsets
-    low = (index & 0xFFFFFFFF).to(tl.uint32)
-    high = (index >> 32).to(tl.uint32)
+    # In halves with a carry: indices of 64 bits take twice the registers.
+    start = (first & 0xFFFFFFFF).to(tl.uint32)
+    low = start + offsets.to(tl.uint32)
+    high = (first >> 32).to(tl.uint32) + (low < start).to(tl.uint32)
     return mix(mix(low + low_key) ^ (high * 0x9E3779B9 + high_key))
 
 
@@ -91,8 +92,9 @@ def round_to(x, words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         moved = ((bits + (words & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
         count = x * 16777216.0
         below = tl.floor(count)
-        fraction = (words >> 8).to(tl.float32) * 5.9604644775390625e-08
-        small = (below + tl.where(count - below > fraction, 1.0, 0.0)) * 5.9604644775390625e-08
+        # Both sides times 2^24, which is exact and takes fewer registers.
+        more = (count - below) * 16777216.0 > (words >> 8).to(tl.float32)
+        small = (below + more.to(tl.float32)) * 5.9604644775390625e-08
         moved = tl.where(tl.abs(x) < 6.103515625e-05, small, moved)
     finite = (bits & 0x7F800000) != 0x7F800000
     return tl.where(finite, moved, x).to(dtype)

@@ -1,7 +1,8 @@
 """The small fp32 table of what a step needs to know of each param group.
 
 A controller changes two numbers of a row (base LR and multiplier); nothing is recompiled, and a
-captured graph reads the new values at its next replay because the table stays where it is. The
+captured graph reads the new values at its next replay: an optimizer has one table a device, which
+stays where it is, and `FusedOptimizer.write_scalars` fills it between two replays. The
 rates 1 - beta and the logarithms of beta are columns of their own: computed on the host in double
 precision, they keep the seven digits that 1 - fp32(0.999) would lose.
 """
@@ -86,9 +87,8 @@ class ScalarTable:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a learning rate, multiplier or other number of a param group changed inside a "
-                    "CUDA graph capture, where the new value would be frozen. Call "
-                    "optimizer.write_scalars() before the capture, and again before a replay that "
-                    "must see new values."
+                    "CUDA graph capture, where the new value would be frozen. Take a step or call "
+                    "optimizer.write_scalars() between the change and the capture."
                 )
             host = host.pin_memory()
         self.values.copy_(host, non_blocking=True)

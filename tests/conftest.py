@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from hdet_scale.kernels.choice import on_kernels
 from tests.support.fleet import Fleet
 
 settings.register_profile(
@@ -66,3 +68,24 @@ def trio(fleets: Callable[[int], Fleet]) -> Fleet:
 def quartet(fleets: Callable[[int], Fleet]) -> Fleet:
     """Four workers."""
     return fleets(4)
+
+
+def uses_kernels(rank: int, size: int) -> bool:
+    """Whether a worker runs the kernels."""
+    return on_kernels(torch.zeros(1))
+
+
+@pytest.fixture(scope="module")
+def device_pair() -> Iterator[Fleet]:
+    """Two workers in whose processes Triton's interpreter runs the kernels."""
+    fleet = Fleet(2)
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        assert fleet.run(uses_kernels) == [True, True]
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+    yield fleet
+    fleet.stop()

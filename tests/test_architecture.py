@@ -18,13 +18,11 @@ ORDER = [
     # from the bottom: each may import what stands before it
     "topology", "kernels", "optim", "factors", "converge", "engines", "method", "rules", "search",
     "config", "runs", "phases", "ddp", "schedulers", "fsdp", "deepspeed", "find", "models", "plan",
-    "loops",
-    "train", "hf", "lightning", "doctor", "demo", "cli",
+    "loops", "acceptance", "train", "hf", "lightning", "doctor", "demo", "cli",
 ]  # fmt: skip
 DOORS = {
     "config", "schedulers", "factors", "topology", "ddp", "fsdp", "deepspeed", "find", "hf",
-    "lightning",
-    "cli", "doctor", "demo", "train",
+    "lightning", "cli", "doctor", "demo", "train",
 }  # fmt: skip
 VOCABULARY = {"topology", "factors", "config"}
 """Doors that name what the rooms speak of: Replicas, Factor, HDETConfig. Rooms may import them."""

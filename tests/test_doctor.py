@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from hdet_scale import cli, doctor
-from hdet_scale.doctor import BAD, OK, Finding
+from hdet_scale.acceptance import ABSENT, BAD, NO_DEVICE, OK, Finding, checklist
+from hdet_scale.acceptance.machine import describe_machine
+from hdet_scale.kernels import launch
 from hdet_scale.train.workers import Send
 
 pytestmark = pytest.mark.slow
@@ -24,6 +27,9 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     found = {f["name"]: f["found"] for f in told["findings"]}
     assert found["torch"] == torch.__version__
     assert "1 MiB added in" in found["gloo, 2 processes"]
+    for name in ("kernels run", "CUDA graph", "driver", "converge on nccl"):
+        assert (states[name], found[name]) == (ABSENT, NO_DEVICE)
+    assert told["machine"][0].startswith("hdet_scale 0.1.0, torch ")
 
 
 def some_bad() -> Iterator[Finding]:
@@ -34,12 +40,32 @@ def some_bad() -> Iterator[Finding]:
 def test_what_is_wrong_comes_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([], some_bad) == 1
     out = capsys.readouterr().out.splitlines()
-    assert out[1].startswith("BAD gloo, 2 processes")
-    assert out[1].endswith("no route   -> set GLOO_SOCKET_IFNAME")
-    assert out[2] == "1 of 2 checks failed"
+    assert out[-3].startswith("BAD gloo, 2 processes")
+    assert out[-3].endswith("no route   -> set GLOO_SOCKET_IFNAME")
+    assert out[-2] == "1 of 2 checks failed"
 
 
-def _fails(send: Send, backend: str) -> None:
+def test_the_output_is_one_block_to_send(capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions, GPU and driver, results: all between two lines."""
+    doctor.main([], some_bad)
+    out = capsys.readouterr().out.splitlines()
+    assert (out[0], out[-1]) == (doctor.FIRST_LINE, doctor.LAST_LINE)
+    assert out[1 : len(describe_machine()) + 1] == describe_machine()
+
+
+def test_a_triton_that_is_missing_or_broken_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set(checklist.KERNELS), "imported here, while Triton is there"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    absent = Finding("kernels run", ABSENT, "not checked: Triton is not installed")
+    assert list(doctor._acceptance()) == [absent]
+    monkeypatch.setattr(launch, "require_triton", _fails)
+    (bad,) = doctor._acceptance()
+    assert (bad.state, bad.todo) == (BAD, "pip install -U triton")
+
+
+def _fails(*_: object) -> None:
     raise RuntimeError("the network is down")
 
 
@@ -57,8 +83,8 @@ def test_a_collective_that_fails_or_lies_is_bad(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert doctor._torch() == Finding("torch", BAD, "2.9.1+cpu", "pip install 'torch>=2.13'")
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    assert doctor._torch() == Finding("torch", BAD, "2.7.1+cpu", "pip install 'torch>=2.8'")
 
 
 def test_another_deepspeed_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

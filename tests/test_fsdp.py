@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import unittest.mock
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from hdet_scale import ConvergePolicy, HDETConfig, OneCycleAutoLR, Replicas, fsdp
+from hdet_scale.fsdp import sharded
 from tests.support.sharded import (
     Sharded,
     batch,
@@ -398,3 +401,44 @@ def test_a_search_on_hsdp_is_refused_by_attach(fleets: Any, name: str) -> None:
         assert "a search, with local gradients, on a model that is sharded" in message
         assert "mesh['shard']" in message
         assert left == 0
+
+
+# -- the buffer that the hook reduces --------------------------------------------------------------
+
+
+def _reduced_buffers(rank: int, size: int) -> tuple[int, list[torch.dtype], set[torch.dtype], int]:
+    """FSDP2 modules, the buffers that were kept, the gradients' dtypes, buffers that are grads."""
+    mesh, kept = fsdp.build_mesh(shards=1, device="cpu"), []
+    model, policy = build_model(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["shard"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fsdp.attach(model, optimizer, scheduler_of(optimizer, 20), mesh=mesh)
+    with unittest.mock.patch.object(sharded, "keep_until_reduced", kept.append):
+        loss_of(model, batch(0, rank)).backward()
+    grads = [p.grad.to_local() for p in model.parameters()]
+    owned = {g.untyped_storage().data_ptr() for g in grads}
+    aliased = sum(b.untyped_storage().data_ptr() in owned for b in kept)
+    return len(kept), [b.dtype for b in kept], {g.dtype for g in grads}, aliased
+
+
+def test_a_buffer_of_another_dtype_is_not_held_by_the_gradients(fleets: Any) -> None:
+    """So that nothing but `keep_until_reduced` keeps its memory while it is reduced."""
+    for count, dtypes, grads, aliased in fleets(2).run(_reduced_buffers):
+        assert (count, dtypes) == (3, [torch.bfloat16] * 3)
+        assert grads == {torch.float32}
+        assert aliased == 0
+
+
+def test_a_reduced_buffer_is_recorded_on_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, recorded = object(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (stream, device))
+    device = torch.device("cuda", 1)
+    gradient: Any = SimpleNamespace(device=device, record_stream=recorded.append)
+    sharded.keep_until_reduced(gradient)
+    assert recorded == [(stream, device)]
+    sharded.keep_until_reduced(torch.zeros(1))  # a CPU has no streams, and torch refuses

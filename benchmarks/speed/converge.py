@@ -137,12 +137,11 @@ def local_work(device: torch.device, numel: int, repeats: int) -> dict[str, floa
 
     def bf16() -> None:
         rows16[0].copy_(flat)
-        mean_into(flat, list(rows16))
+        mean_into(flat, rows16, [True, True], flat)
 
     def int8() -> None:
         codec.pack(flat, memory, messages[0])
-        codec.mean(messages, [0.5, 0.5], flat, point)
-        point.copy_(flat)
+        codec.mean(messages, [0.5, 0.5], flat, point, move=True)
 
     works: dict[str, Variant] = {"fp32": lambda: _ignore(flat.mul_(0.5)), "bf16": bf16}
     taken = measure({**works, "int8": int8}, repeats)

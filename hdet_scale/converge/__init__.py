@@ -8,9 +8,9 @@ Read in this order:
     wire_interface  what a wire is asked; costs, remembered and peers are what wires are made of
     full_precision, bf16, int8_wire (and its messages, int8): the wires; wires is the table of them
     transfers       what is done with one bucket, and what that takes
-    flights         the means of the buckets, several under way at once; side_stream on CUDA
+    flights         the means of the buckets, several under way at once; side_stream on CUDA; clock
     pipeline        Converge: check, exchange of flags, averaging
-    overlap         the same in the background
+    overlap         the same in the background; groups, which backend a process group has
 """
 
 from hdet_scale.converge.outer import OuterStep

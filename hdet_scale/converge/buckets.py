@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,8 @@ class Plan:
     """A line for each tensor."""
     settings: str
     """What else shapes the plan."""
+    heads: tuple[tuple[int, int], ...]
+    """For each span which of the tensors given lies at its begin, and its elements."""
 
     @property
     def numel(self) -> int:
@@ -71,6 +73,13 @@ class Plan:
     def views(self, bucket: Bucket) -> list[Tensor]:
         """The memory of a bucket's pieces, in its order."""
         return [self.spans[p.span][p.start : p.start + p.length] for p in bucket.pieces]
+
+    def over(self, tensors: Sequence[Tensor]) -> Plan:
+        """The same plan over other tensors that are `laid_out` alike. Over none it can be kept
+        without keeping memory alive."""
+        heads = self.heads if tensors else ()
+        spans = tuple(tensors[i].as_strided((size,), (1,)) for i, size in heads)
+        return dataclasses.replace(self, spans=spans)
 
 
 def plan(
@@ -93,7 +102,8 @@ def plan(
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     given = list(tensors)
-    spans = _spans(given)
+    heads = _heads(given)
+    spans = tuple(given[i].as_strided((size,), (1,)) for i, size in heads)
     buckets: list[Bucket] = []
     for kind in dict.fromkeys((s.dtype, s.device) for s in spans):
         members = [i for i, s in enumerate(spans) if (s.dtype, s.device) == kind]
@@ -104,7 +114,25 @@ def plan(
         f"bucket_bytes {bucket_bytes}, direct_bytes {direct_bytes}, cut {cut_direct}, "
         f"item {itemsize}, runs of memory {[s.numel() for s in spans]}"
     )
-    return Plan(tuple(spans), tuple(buckets), tuple(_describe(t) for t in given), settings)
+    layout = tuple(_describe(t) for t in given)
+    return Plan(spans, tuple(buckets), layout, settings, tuple(heads))
+
+
+def laid_out(tensors: Iterable[Tensor]) -> Hashable:
+    """What a plan depends on beside its caps: equal for tensors that have moved, but lie in their
+    memory and beside each other as before."""
+    storages: dict[int, int] = {}
+    return tuple(
+        (
+            t.dtype,
+            t.device,
+            t.shape,
+            t.stride(),
+            t.storage_offset(),
+            storages.setdefault(t.untyped_storage().data_ptr(), len(storages)),
+        )
+        for t in tensors
+    )
 
 
 def join(first: Plan, second: Plan) -> Plan:
@@ -121,6 +149,7 @@ def join(first: Plan, second: Plan) -> Plan:
         (*first.buckets, *moved),
         first.layout + second.layout,
         f"{first.settings}; {second.settings}",
+        first.heads + tuple((i + len(first.layout), size) for i, size in second.heads),
     )
 
 
@@ -194,27 +223,25 @@ def _pack(
     return buckets
 
 
-def _spans(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Flat runs of memory, each listed once, in the order in which they first appear."""
-    flats = [(order, *_flat(t)) for order, t in enumerate(tensors) if t.numel()]
-    flats.sort(key=lambda f: (f[1], f[2], -f[3].numel()))
-    runs: list[tuple[int, tuple[object, ...], int, int, Tensor]] = []
-    for order, home, start, flat in flats:
-        stop = start + flat.numel()
+def _heads(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Flat runs of memory, each listed once, in the order in which they first appear: the tensor
+    that lies at the begin of each, and its elements."""
+    flats = [(order, *_place(t), t.numel()) for order, t in enumerate(tensors) if t.numel()]
+    flats.sort(key=lambda f: (f[1], f[2], -f[3]))
+    runs: list[tuple[int, tuple[object, ...], int, int, int]] = []
+    for order, home, start, numel in flats:
+        stop = start + numel
         if runs and runs[-1][1] == home and start <= runs[-1][3]:
             first, _, run_start, run_stop, head = runs[-1]
             runs[-1] = (min(first, order), home, run_start, max(run_stop, stop), head)
         else:
-            runs.append((order, home, start, stop, flat))
+            runs.append((order, home, start, stop, order))
     runs.sort(key=lambda r: r[0])
-    return [
-        head if stop - start == head.numel() else head.as_strided((stop - start,), (1,))
-        for _, _, start, stop, head in runs
-    ]
+    return [(head, stop - start) for _, _, start, stop, head in runs]
 
 
-def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
-    """(storage, first element, the tensor's memory as one run)."""
+def _place(tensor: Tensor) -> tuple[tuple[object, ...], int]:
+    """(storage, first element) of a tensor whose memory is one run."""
     if tensor.is_sparse or tensor.is_complex() or not tensor.is_floating_point():
         raise TypeError(
             f"only dense floating-point tensors can be averaged, got {_describe(tensor)}"
@@ -226,10 +253,9 @@ def _flat(tensor: Tensor) -> tuple[tuple[object, ...], int, Tensor]:
         )
     # Any dense layout (channels-last too) is one run of memory; the order of elements in it is
     # the same on every rank, since strides are part of the fingerprint.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
     storage = tensor.untyped_storage()
     where = id(tensor) if tensor.is_meta else storage.data_ptr()
-    return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset()), flat
+    return (str(tensor.device), str(tensor.dtype), where), int(tensor.storage_offset())
 
 
 def _describe(tensor: Tensor) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hdet_scale.converge.buckets import Plan
+from hdet_scale.converge.clock import Clock
 from hdet_scale.converge.outer import outer_step
 from hdet_scale.converge.remembered import Remembered
 from hdet_scale.converge.shelf import Shelf
@@ -62,6 +63,7 @@ class Flights:
         self.replicas = replicas
         self.device = device
         self.stream = SideStream(device)
+        self.clock = Clock.of(device)
         self.shelf = Shelf()
         self.remembered = Remembered()
         self._full_precision = full_precision
@@ -99,13 +101,14 @@ class Flights:
     def mean(self, transfer: Transfer, flat: Tensor, included: Sequence[bool]) -> Flight:
         """The mean of a flat bucket in place, with the outer step and what is remembered."""
         index, wire, kept = transfer.index, transfer.wire, self.remembered
-        memory = kept.memory(index) if wire.remembers else None
+        moves = wire.moves_point and transfer.outer is None
+        memory = kept.memory(index, moves=moves) if wire.remembers else None
         if wire.remembers and memory is None:
             wire = self._full_precision  # the first mean sets the point
         yield from wire.flight(flat, included, memory)
         if transfer.outer is not None and index in kept.points:
             outer_step(flat, kept.points[index], kept.momentum(index), transfer.outer)
-        if transfer.keeps_point:
+        if transfer.keeps_point and not (moves and memory is not None):
             kept.set_point(index, flat)
 
     def borrow(self, transfer: Transfer) -> Tensor:
@@ -121,6 +124,7 @@ class Flights:
             A scalar for each bucket that is finite where all of its elements are.
         """
         self.drop_copies()
+        self.stream.join()  # a buffer that was given back there may be in use until then
         found = []
         for t in transfers:
             self._copies[t.index] = self.borrow(t)
@@ -130,6 +134,7 @@ class Flights:
     def take_copies(self, transfers: Iterable[Transfer]) -> list[Tensor]:
         """Copies of the buckets: those of `copy_checked`, or made now."""
         taken = []
+        self.stream.join()
         for t in transfers:
             copy = self._copies.pop(t.index, None)
             taken.append(self._staged[t.index].gather(self.borrow(t)) if copy is None else copy)
@@ -143,9 +148,8 @@ class Flights:
 
     def fold(self, transfer: Transfer, result: Tensor, *, replace: bool) -> None:
         """Add a flat result to the tensors of a bucket, or replace them by it."""
-        views = self._staged[transfer.index].views
-        for view, part in zip(views, result.split([v.numel() for v in views]), strict=True):
-            view.copy_(part) if replace else view.add_(part)
+        staged = self._staged[transfer.index]
+        staged.scatter(result) if replace else staged.add(result)
 
 
 def _end_one(under_way: deque[tuple[bool, Flight]]) -> None:

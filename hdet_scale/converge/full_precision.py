@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_scale.converge.costs import AllReduceCost, Cost
+from hdet_scale.converge.groups import backends_of
 from hdet_scale.converge.peers import blocks, included_rows, post, rows_of, wait
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.converge.wire_interface import Flight, Wire
@@ -28,7 +29,7 @@ class FullPrecision(Wire):
         native = device.type == "meta" or (
             device.type == "cuda"
             and replicas.group is not None
-            and "nccl" in str(dist.get_backend(replicas.group))
+            and backends_of(replicas.group).get("cuda") == "nccl"
         )
         if native or replicas.size <= 2:
             return AllReduce(replicas, native_average=native)

@@ -38,15 +38,14 @@ class Codec:
         self._scratch = torch.empty(0)
 
     def pack(self, flat: Tensor, memory: Memory, message: Tensor) -> None:
-        """Quantise flat - point + residual; what is left out becomes the residual. What `flat`
-        holds afterwards is not defined."""
+        """Quantise flat - point + residual; what is left out becomes the residual."""
         if not flat.numel():
             return
         codes, scales = (row[0] for row in _opened(message[None], flat.numel()))
         if on_kernels(flat):
             from hdet_scale.kernels.pack import pack
 
-            pack(flat.sub_(memory.point), memory.residual, codes, scales)
+            pack(flat, memory.point, memory.residual, codes, scales)
             return
         blocks = _tables([flat, memory.point, memory.residual, codes], scales)
         for x, point, residual, code, s in blocks:
@@ -58,11 +57,22 @@ class Codec:
             torch.sub(y, q.mul_(s), out=residual)
 
     def mean(
-        self, messages: Tensor, weights: Sequence[float], out: Tensor, base: Tensor | None = None
+        self,
+        messages: Tensor,
+        weights: Sequence[float],
+        out: Tensor,
+        point: Tensor | None = None,
+        *,
+        move: bool = False,
     ) -> None:
-        """out <- base + sum over replicas r of weights[r] s_r q_r, in their order; a row a message.
+        """out <- point + sum over replicas r of weights[r] s_r q_r, in their order.
 
-        The messages are used up.
+        Args:
+            messages: a row a message; used up.
+            weights: of the replicas.
+            out: overwritten.
+            point: what the sum is added to (default None: 0).
+            move: overwrite the point with the result too (default False).
         """
         if not out.numel():
             return
@@ -70,21 +80,22 @@ class Codec:
         if on_kernels(out):
             from hdet_scale.kernels.unpack import unpack
 
-            unpack(codes, scales, _on_device(tuple(weights), out.device), out)
-            if base is not None:
-                out.add_(base)
+            factors = _on_device(tuple(weights), out.device)
+            unpack(codes, scales, factors, out, point, move=move)
             return
         for row, weight in zip(scales, weights, strict=True):
             row.mul_(weight)
         n = len(weights)
-        for part, *said in _tables([out, *codes, *([] if base is None else [base])], *scales):
+        for part, *said in _tables([out, *codes, *([] if point is None else [point])], *scales):
             total, table = self._two(part)
             for r, (code, s) in enumerate(zip(said[:n], said[-n:], strict=True)):
                 into = table if r else total
                 into.copy_(code).mul_(s)
                 if r:
                     total.add_(table)
-            part.copy_(total) if base is None else torch.add(total, said[n], out=part)
+            part.copy_(total if point is None else total.add_(said[n]))
+            if move and point is not None:
+                said[n].copy_(part)
 
     def _two(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._scratch.device != like.device or not self._scratch.numel():

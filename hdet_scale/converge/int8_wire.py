@@ -31,6 +31,7 @@ class Int8(Wire):
     """
 
     remembers = True
+    moves_point = True
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(replicas)
@@ -53,7 +54,7 @@ class Int8(Wire):
         works = post(self.replicas, sends=[rows[me]] * 2, receives=list(rows))
         yield
         wait(works)
-        self.codec.mean(rows, _weights(included), flat, memory.point)
+        self.codec.mean(rows, _weights(included), flat, memory.point, move=memory.moves)
         self.shelf.give_back(rows)
 
     def _many(self, flat: Tensor, included: Sequence[bool], memory: Memory) -> Flight:
@@ -70,14 +71,15 @@ class Int8(Wire):
         works = post(self.replicas, sends=messages, receives=list(rows))
         yield
         wait(works)
-        self.codec.mean(rows, _weights(included), parts[me])
         down = self.shelf.borrow(flat.numel(), torch.bfloat16, flat.device)
         pieces = list(down.tensor_split(n))
-        pieces[me].copy_(parts[me])
+        self.codec.mean(rows, _weights(included), pieces[me])
         works = post(self.replicas, sends=[pieces[me]] * n, receives=pieces)
         yield
         wait(works)
         torch.add(memory.point, down, out=flat)
+        if memory.moves:
+            memory.point.copy_(flat)
         self.shelf.give_back(sent, rows, down)
 
     def bucket_cap(self, cap: int, device: torch.device) -> int:

@@ -2,15 +2,19 @@
 
     theta <- theta_now + (mean - theta_at_start)
 
-A thread runs the flights over copies of the tensors; `finish` folds the result in. A replica that
-is left out takes the mean as it is.
+The flights run over copies of the tensors; `finish` folds the result in. A replica that is left out
+takes the mean as it is.
+
+On CUDA the calling thread queues the flights on the side stream and goes on. No second thread may:
+NCCL can deadlock where two communicators are launched in an order that differs between ranks, and
+two threads have no common order. On a CPU, where a flight waits for its transfers, a thread runs
+them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
@@ -18,18 +22,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet_scale.converge.flights import Flights
+from hdet_scale.converge.groups import backends_of, background_options
 from hdet_scale.converge.transfers import Outcome, Transfer
 from hdet_scale.converge.wire_interface import Flight
 from hdet_scale.topology import Replicas
 
 
 def with_own_group(replicas: Replicas) -> Replicas:
-    """The same replicas behind a process group of their own, which the training step does not use.
-    Collective over the group."""
+    """The same replicas behind a process group of their own, which the training step does not use
+    and which leaves it most of a GPU. Collective over the group."""
     if replicas.size == 1:
         return replicas
     ranks = dist.get_process_group_ranks(replicas.connected())
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    options = background_options(backends_of(replicas.connected()))
+    group = dist.new_group(
+        ranks,
+        use_local_synchronization=True,
+        pg_options=options,
+        timeout=None if options is None else options._timeout,
+    )
     return dataclasses.replace(replicas, group=group)
 
 
@@ -44,32 +55,34 @@ class Pending:
         self._transfers = transfers
         self._left_out = not self.included[flights.replicas.rank]
         self._error: BaseException | None = None
-        self._begin = time.perf_counter()
+        self._thread: threading.Thread | None = None
+        self._begin = flights.clock.begin()
         self._copies = flights.take_copies(transfers)
-        self._ready = torch.cuda.Event() if flights.device.type == "cuda" else None
-        if self._ready is not None:
-            self._ready.record()
-        self._thread = threading.Thread(target=self._work, name="hdet-converge", daemon=True)
-        self._thread.start()
+        if flights.stream.enqueues:
+            with flights.stream.behind():
+                self._average()
+        else:
+            self._thread = threading.Thread(target=self._work, name="hdet-converge", daemon=True)
+            self._thread.start()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._flights.run(
+            (t, self._flight(t, copy))
+            for t, copy in zip(self._transfers, self._copies, strict=True)
+        )
 
     def _work(self) -> None:
         try:
-            # A thread starts on the default stream, where training may run: only the side stream.
-            with torch.no_grad(), self._flights.stream.alone():
-                self._wait_for_device()
-                self._flights.run(
-                    (t, self._flight(t, copy))
-                    for t, copy in zip(self._transfers, self._copies, strict=True)
-                )
-                if self._ready is not None:
-                    self._ready.record()
+            self._average()
         except BaseException as error:
             self._error = error
 
-    def _wait_for_device(self) -> None:
-        """Let the current stream wait for what was recorded last; the host goes on."""
-        if self._ready is not None:
-            self._ready.wait(torch.cuda.current_stream(self._flights.device))
+    def _join(self) -> None:
+        """Wait for the thread; let the current stream wait for the side stream."""
+        if self._thread is not None:
+            self._thread.join()
+        self._flights.stream.join()
 
     def _flight(self, transfer: Transfer, start: Tensor) -> Flight:
         """start <- mean - start: what the fold adds. A replica left out takes the mean."""
@@ -82,8 +95,13 @@ class Pending:
         self._flights.shelf.give_back(mean)
 
     def discard(self) -> None:
-        """Wait for the averaging and drop its result: another state has been loaded."""
-        self._thread.join()
+        """Wait for the averaging and drop its result: another state has been loaded.
+
+        The side stream writes to the copies until it is done: given back before, they would be
+        another's memory.
+        """
+        self._join()
+        self._flights.shelf.give_back(*self._copies)
 
     @torch.no_grad()
     def finish(self) -> Outcome:
@@ -92,12 +110,11 @@ class Pending:
         Raises:
             BaseException: what the thread raised, if it did; the tensors are as they were.
         """
-        self._thread.join()
+        self._join()
         if self._error is not None:
             raise self._error
-        self._wait_for_device()
         for transfer, result in zip(self._transfers, self._copies, strict=True):
             self._flights.fold(transfer, result, replace=self._left_out)
             self._flights.shelf.give_back(result)
         sent = sum(t.sent_bytes for t in self._transfers)
-        return Outcome(self.included, time.perf_counter() - self._begin, sent)
+        return Outcome(self.included, self._flights.clock.end(self._begin), sent)

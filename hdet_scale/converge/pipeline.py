@@ -14,7 +14,6 @@ there, with its tensors as they were.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -184,11 +183,11 @@ class Converge:
             included: for each replica whether it is in the mean, the same on every rank.
             fragment: the part to average (default None: all).
         """
-        begin = time.perf_counter()
+        begin = self._flights.clock.begin()
         chosen = self._check(included, fragment)
         self._flights.average(chosen, included)
         sent = sum(t.sent_bytes for t in chosen)
-        return Outcome(tuple(included), time.perf_counter() - begin, sent)
+        return Outcome(tuple(included), self._flights.clock.end(begin), sent)
 
     @torch.no_grad()
     def start(self, included: Sequence[bool], fragment: int | None = None) -> Pending:

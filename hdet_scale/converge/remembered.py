@@ -28,6 +28,8 @@ class Memory:
     """The last converged point, the same on every replica."""
     residual: Tensor
     """What this replica's messages have left out so far."""
+    moves: bool = False
+    """Whether the flight writes the mean to the point too, as a wire that `moves_point` does."""
 
 
 class Remembered:
@@ -38,16 +40,20 @@ class Remembered:
         self.residuals: dict[int, Tensor] = {}
         self.momenta: dict[int, Tensor] = {}
 
-    def memory(self, index: int) -> Memory | None:
+    def memory(self, index: int, *, moves: bool = False) -> Memory | None:
         """A wire's memory of a bucket; None before its first mean, which sets the point."""
         point = self.points.get(index)
         if point is None:
             return None
-        return Memory(point, self.residuals.setdefault(index, torch.zeros_like(point)))
+        if index not in self.residuals:
+            self.residuals[index] = torch.zeros_like(point)
+        return Memory(point, self.residuals[index], moves)
 
     def momentum(self, index: int) -> Tensor:
         """u of the outer step of a bucket whose point is known; zeros at first."""
-        return self.momenta.setdefault(index, torch.zeros_like(self.points[index]))
+        if index not in self.momenta:
+            self.momenta[index] = torch.zeros_like(self.points[index])
+        return self.momenta[index]
 
     def set_point(self, index: int, mean: Tensor) -> None:
         """Keep a copy of what a bucket has converged to."""

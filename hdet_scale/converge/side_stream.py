@@ -15,27 +15,32 @@ class SideStream:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether work is only queued here, so that the thread that calls goes on at once."""
+        return self.device.type == "cuda"
+
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, work goes to the stream, in no order with what other streams do."""
+    def behind(self) -> Iterator[None]:
+        """Inside, work goes to the stream, after what the current stream has queued so far."""
         if self.device.type != "cuda":
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 
+    def join(self) -> None:
+        """Let the current stream wait for all work of this one; the host goes on."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """The same, after what is queued now and before what is queued next: by events, with no
-        device-wide synchronisation."""
-        if self.device.type != "cuda":
+        """Inside, work goes to the stream, after what is queued now and before what is queued
+        next: by events, with no device-wide synchronisation."""
+        with self.behind():
             yield
-            return
-        current = torch.cuda.current_stream(self.device)
-        with self.alone():
-            torch.cuda.current_stream(self.device).wait_stream(current)
-            yield
-        if self._stream is not None:
-            current.wait_stream(self._stream)
+        self.join()

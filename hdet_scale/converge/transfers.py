@@ -81,6 +81,8 @@ class Outcome:
     included: tuple[bool, ...]
     """Which replicas are in the mean."""
     seconds: float
-    """From the first collective to the last write, on this rank."""
+    """From the first collective to the last write, on this rank. On CUDA by events, for which the
+    host does not wait: of the averagings that have ended since the last outcome, as a rule the one
+    of the round before, and 0 at first."""
     wire_bytes: int
     """Bytes that this rank put on the wire for the buckets."""

@@ -34,6 +34,9 @@ class Wire:
     """Whether it needs a `Memory` of each bucket. Converge then keeps it, the first mean of a
     bucket goes over the fp32 wire and sets the point, and tensors that take the plain mean always
     go over the fp32 wire."""
+    moves_point: ClassVar[bool] = False
+    """Whether its flight can write the mean to the `Memory`'s point as well, where the memory says
+    so: one pass instead of a copy afterwards. For a wire that remembers."""
     in_place: ClassVar[bool] = False
     """Whether it averages a bucket where it lies, without buffers. If not, long tensors are cut at
     the cap of a bucket, and two buckets are under way at once."""

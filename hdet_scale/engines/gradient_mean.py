@@ -3,69 +3,77 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdet_scale.converge.buckets import Bucket, Plan, plan
-from hdet_scale.converge.staging import gather, scatter
+from hdet_scale.converge.buckets import Bucket, Plan, laid_out, plan
+from hdet_scale.converge.shelf import Shelf
+from hdet_scale.converge.staging import StagedBucket
 from hdet_scale.topology import Replicas
 
 
 class GradientMean:
     """Shared gradients: g <- mean over replicas of g, in place, summed in fp32.
 
-    An infinity or NaN of one replica reaches all of them, so that all skip the step alike.
+    An infinity or NaN of one replica reaches all of them, so that all skip the step alike. The
+    plan is kept while gradients are laid out alike, wherever they lie; a bucket is copied in one
+    launch on a GPU. No gradient is kept.
+
     Extra memory: two staging buckets, kept; fp32 gradients of 1 MiB or more are reduced where
     they lie.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self._shelf: list[Tensor] = []
+        self._shelf = Shelf()
+        self._laid_out: Hashable = None
+        self._plan: Plan
+        self._staged: list[StagedBucket]
 
     @torch.no_grad()
     def __call__(self, gradients: list[Tensor], sharers: Replicas) -> None:
         """Of these replicas; on all of them."""
         if sharers.size == 1:
             return
-        layout = plan(gradients, bucket_bytes=self.bucket_bytes, itemsize=4)
-        flying: deque[tuple[Bucket, Tensor, Any]] = deque()
-        for bucket in layout.buckets:
+        layout = self._planned(gradients)
+        flying: deque[tuple[Bucket, StagedBucket, Tensor, Any]] = deque()
+        for bucket, staged in zip(layout.buckets, self._staged, strict=True):
             if len(flying) == 2:
-                self._land(sharers.size, layout, *flying.popleft())
-            flat = self._lift(layout, bucket)
+                self._land(sharers.size, *flying.popleft())
+            staged.move_to(layout.views(bucket))
+            flat = self._lift(bucket, staged)
             work = dist.all_reduce(flat, group=sharers.connected(), async_op=True)
-            flying.append((bucket, flat, work))
+            flying.append((bucket, staged, flat, work))
         while flying:
-            self._land(sharers.size, layout, *flying.popleft())
+            self._land(sharers.size, *flying.popleft())
 
-    def _lift(self, layout: Plan, bucket: Bucket) -> Tensor:
-        views = layout.views(bucket)
+    def _planned(self, gradients: list[Tensor]) -> Plan:
+        """The plan over these gradients, a new one only where they are laid out differently."""
+        found = laid_out(gradients)
+        if found != self._laid_out:
+            made = plan(gradients, bucket_bytes=self.bucket_bytes, itemsize=4)
+            self._staged = [StagedBucket(made.views(b)) for b in made.buckets]
+            self._plan, self._laid_out = made.over([]), found
+        return self._plan.over(gradients)
+
+    def _lift(self, bucket: Bucket, staged: StagedBucket) -> Tensor:
         if _in_place(bucket):
-            return views[0]
-        return gather(views, self._staging(bucket))
-
-    def _land(self, n: int, layout: Plan, bucket: Bucket, flat: Tensor, work: Any) -> None:
-        work.wait()
-        flat.div_(n)
-        if not _in_place(bucket):
-            scatter(flat, layout.views(bucket))
-            self._shelf.append(flat if flat._base is None else flat._base)
-
-    def _staging(self, bucket: Bucket) -> Tensor:
-        """A buffer that is free and large enough, or a new one in place of a smaller one."""
+            return staged.views[0]
         wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-        for i, free in enumerate(self._shelf):
-            if (free.dtype, free.device) == (wide, bucket.device):
-                self._shelf.pop(i)
-                if free.numel() >= bucket.numel:
-                    return free[: bucket.numel]
-                break
-        return torch.empty(bucket.numel, dtype=wide, device=bucket.device)
+        return staged.gather(self._shelf.borrow(bucket.numel, wide, bucket.device))
+
+    def _land(self, n: int, bucket: Bucket, staged: StagedBucket, flat: Tensor, work: Any) -> None:
+        work.wait()
+        if _in_place(bucket):
+            flat.mul_(1.0 / n)
+        else:
+            staged.scatter(flat, 1.0 / n)
+            self._shelf.give_back(flat)
+        staged.move_to([])  # gradients must not outlive zero_grad
 
 
 def _in_place(bucket: Bucket) -> bool:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hdet_scale.engines.gradient_mean import average_after_backward
 from hdet_scale.optim.fused import FusedOptimizer
+from hdet_scale.optim.precision import LOW
 from hdet_scale.topology import Replicas, is_distributed, local
 
 
@@ -133,12 +134,16 @@ class Engine:
     def refresh(self) -> None:
         """Make training use tensors that were written; every rank calls it.
 
-        Here: parameters of 16 bits are rounded from their fp32 masters again.
+        Here: parameters of 16 bits are rounded from their fp32 masters again. What a parameter is
+        short of a split master belongs to what it was before.
         """
         for p in self.stepped():
             master = self._master(p)
             if master is not p:
                 local(p).copy_(local(master))
+            low = self.optimizer.state.get(p, {}).get(LOW)
+            if isinstance(low, Tensor):
+                local(low).zero_()
 
     def _master(self, param: Tensor) -> Tensor:
         master = self.optimizer.state.get(param, {}).get("master")

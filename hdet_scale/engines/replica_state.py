@@ -48,9 +48,6 @@ def adopt(engine: Engine) -> None:
         dist.broadcast(sent.view(-1).view(torch.uint8), src=root, group=group)
         if sent is not tensor:
             tensor.copy_(sent)
-    # As load_state_dict ends: an optimizer may have listed the tensors of the state that it had,
-    # and would go on with those of its last trial. It may also add options, so that these are last.
-    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for param_group, chosen in zip(optimizer.param_groups, options, strict=True):
         put_options(param_group, chosen)
     engine.set_loss_scale(scale)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -57,6 +58,7 @@ class FSDPEngine(Engine):
         """Runs behind each reduce-scatter."""
         sharers = self.sharers
         if sharers.size > 1:
+            keep_until_reduced(gradient)
             gradient.div_(sharers.size)  # before the sum, which could overflow in fp16
             dist.all_reduce(gradient, group=sharers.connected())
 
@@ -94,6 +96,17 @@ class FSDPEngine(Engine):
                 rest = whole.narrow(placement.dim, 0, 0)
                 whole = parts[at] if at < len(parts) else rest
         return whole.clone()
+
+
+def keep_until_reduced(gradient: Tensor) -> None:
+    """Keep a buffer's memory for the stream that reduces it, which is the current one.
+
+    fully_shard allocates the buffer on another stream, and with a reduce dtype of its own it lets
+    go of it right after the cast has been queued: the next reduce-scatter would be given the
+    memory while this all-reduce still runs.
+    """
+    if gradient.device.type == "cuda":
+        gradient.record_stream(torch.cuda.current_stream(gradient.device))
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -11,7 +11,10 @@ torch optimizer there is no second number, and the product goes to `group["lr"]`
     fused_lion
     fused                their base: groups, state, and a step that checks before it writes
     batches, shards      the tensors of a group that are stepped, and what this rank holds of them
+    listings             what was listed for a set of tensors, kept between steps
+    precision            in what precision a state is kept, whatever a checkpoint holds it in
     controls, backends   what a step is told beside its gradients, and where it is carried out
+    uncompiled           a step that torch.compile leaves alone
     kernel_step,         the two ways to carry it out: our kernels, or torch
     torch_step
 

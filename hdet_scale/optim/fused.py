@@ -12,30 +12,32 @@ ignored for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet_scale.kernels.random_words import tensor_key
-from hdet_scale.kernels.scalars import Number, scalar_row
+from hdet_scale.kernels.scalars import Number, ScalarTable, scalar_row
 from hdet_scale.kernels.table import Combination
 from hdet_scale.optim.backends import choose_backend
 from hdet_scale.optim.batches import (
     Batch,
+    Graded,
     Group,
+    check_capture,
     check_one_device,
     check_param,
-    create_state,
-    fit,
-    master_of,
+    list_batch,
     matching,
-    unfit_grads,
+    with_gradients,
 )
 from hdet_scale.optim.controls import Controls
+from hdet_scale.optim.listings import Listing, Listings
+from hdet_scale.optim.precision import create_master, master_key, restore, widened
 from hdet_scale.optim.rates import check_multiplier
-from hdet_scale.optim.shards import is_sharded, local_shard
+from hdet_scale.optim.shards import local_shard
 from hdet_scale.optim.shared_options import (
     KEPT_ON_LOAD,
     SharedOptions,
@@ -44,12 +46,12 @@ from hdet_scale.optim.shared_options import (
     describe,
 )
 from hdet_scale.optim.torch_step import step_batch
+from hdet_scale.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
     from hdet_scale.kernels.update import Update
-    from hdet_scale.optim.kernel_step import Launches
 
 
 class FusedOptimizer(Optimizer):
@@ -106,11 +108,23 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def state_dict(self) -> StateDict:
-        """torch's state without `lr_multiplier`: that one is the replica's, not the run's."""
+        """torch's state without `lr_multiplier`: that one is the replica's, not the run's. 8-bit
+        codes are decoded to fp32."""
         state = super().state_dict()
+        for at, param, combination in self._members(state):
+            if at in state["state"]:
+                entry = state["state"][at]
+                state["state"][at] = widened(entry, param, combination, self._update.moments)
         for group in state["param_groups"]:
             group.pop("lr_multiplier", None)
         return state
+
+    def _members(self, state: StateDict) -> Iterator[tuple[Any, torch.Tensor, Combination]]:
+        """The parameters with their names in a state dict and their dtypes."""
+        names = [i for group in state["param_groups"] for i in group["params"]]
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        for name, (param, group) in zip(names, params, strict=True):
+            yield name, param, self._combination(param, group)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this class or of its torch counterpart.
@@ -123,7 +137,7 @@ class FusedOptimizer(Optimizer):
             self._check_group(
                 {**self.defaults, **{k: v for k, v in group.items() if k != "params"}}
             )
-        kept = [{name: group[name] for name in KEPT_ON_LOAD} for group in self.param_groups]
+        kept = [{k: group[k] for k in KEPT_ON_LOAD if k in group} for group in self.param_groups]
         # Registered last, so that it sees what the user's own hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, state: self.__dict__.update(_incoming=(state, kept))
@@ -150,23 +164,15 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def _restore_precision(self, incoming: StateDict) -> None:
-        names = [i for group in incoming["param_groups"] for i in group["params"]]
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
-        for name, (param, group) in zip(names, params, strict=True):
-            saved = incoming["state"].get(name, {})
-            combination = self._combination(param, group)
-            for slot in self._update.moments if combination.moment is not None else ():
-                if isinstance(saved.get(slot), torch.Tensor):
-                    self.state[param][slot] = saved[slot].to(param.device, combination.moment)
-            if not combination.master:
-                self.state.get(param, {}).pop("master", None)
-            elif "master" in saved:
-                self.state[param]["master"] = saved["master"].to(param.device, torch.float32)
+        for name, param, combination in self._members(incoming):
+            saved = incoming["state"].get(name)
+            if saved is not None:
+                restore(self.state[param], saved, param, combination, self._update.moments)
 
     def _forget(self) -> None:
         """Drop what was built for the groups and states as they were."""
-        self._batches: dict[int, Batch] = {}
-        self._launches: dict[torch.device, Launches] = {}
+        self._listings = Listings()
+        self._scalars: dict[torch.device, ScalarTable] = {}
 
     def _check_group(self, group: Group) -> None:
         """Refuse what no kernel does; `group` has every key."""
@@ -200,6 +206,7 @@ class FusedOptimizer(Optimizer):
         self, closure: Callable[[], float], *, clip_factor: torch.Tensor | None = None
     ) -> float: ...
 
+    @uncompiled
     @torch.no_grad()
     def step(
         self,
@@ -223,61 +230,58 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = self._collect()
+        listing, grads = self._collect()
         scaler = (getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         controls = Controls(*scaler, clip_factor)
-        by_device: dict[torch.device, list[Batch]] = {}
-        for batch in batches:
-            by_device.setdefault(batch.device, []).append(batch)
+        by_device: dict[torch.device, list[Graded]] = {}
+        for graded in zip(listing.batches, grads, strict=True):
+            by_device.setdefault(graded[0].device, []).append(graded)
         for device, together in by_device.items():
             if choose_backend(self.defaults["backend"], device) == "triton":
-                self._step_kernels(device, together, controls)
+                self._step_kernels(device, listing, together, controls)
             else:
                 self._step_torch(device, together, controls)
         return loss
 
     def write_scalars(self) -> None:
-        """Bring the device's table of LRs, multipliers and other numbers up to date without a step:
-        what a captured CUDA graph will read at its next replay."""
-        for launches in self._launches.values():
-            launches.write(self._scalar_rows(launches.batches))
+        """Bring the devices' tables of LRs, multipliers and other numbers up to date without a
+        step: what captured CUDA graphs will read at their next replay. The schedulers of this
+        package call it after each write; with another one call it before a replay."""
+        for table in self._scalars.values():
+            table.write(self._scalar_rows())
 
-    def _collect(self) -> list[Batch]:
-        """The batches with their gradients; raises before anything was created or written."""
+    def _collect(self) -> tuple[Listing, list[list[torch.Tensor]]]:
+        """The batches, and the gradients of each; raises before anything was written."""
         found = []
         for index, group in enumerate(self.param_groups):
             check_multiplier(group["lr_multiplier"])
-            params = group["params"]
-            grads = [param.grad for param in params]
-            if any(grad is None for grad in grads):
-                params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-                grads = [grad for grad in grads if grad is not None]
-            if not fit(params, grads):
-                raise unfit_grads(params, grads)
+            params, grads = with_gradients(group["params"])
             if params:
                 found.append((index, group, params, grads))
-        stale = [entry for entry in found if not self._is_listed(entry[0], entry[1], entry[2])]
-        for _, group, params, _ in stale:
-            self._check_params(group, params)
-        for index, group, params, _ in stale:
-            self._batches[index] = self._build(index, group, params)
-            self._launches.clear()
-        batches = []
-        for index, _, _, grads in found:
-            batch = self._batches[index]
-            batch.grads = matching(grads, batch)
-            batches.append(batch)
-        return batches
+        listing = self._listing_of([entry[:3] for entry in found])
+        pairs = zip(found, listing.batches, strict=True)
+        return listing, [matching(grads, batch) for (_, _, _, grads), batch in pairs]
 
-    def _is_listed(self, index: int, group: Group, params: list[torch.Tensor]) -> bool:
-        batch = self._batches.get(index)
-        if batch is None or batch.group is not group or len(self.state) == 0:
-            return False
-        return batch.holds(params, self._slots_of(group))
+    def _listing_of(self, found: list[tuple[int, Group, list[torch.Tensor]]]) -> Listing:
+        """The listing of these groups' parameters: kept from an earlier step, or listed now."""
+        # Ids tell parameters apart for as long as the listing that holds them is kept.
+        key = tuple((index, *map(id, params)) for index, _, params in found)
+        listing = self._listings.get(key)
+        if listing is not None:
+            groups = zip(listing.batches, found, strict=True)
+            if all(b.holds(g, self._slots_of(g), self.state) for b, (_, g, _) in groups):
+                return listing
+            self._listings.clear()
+        for _, group, params in found:
+            self._check_params(group, params)
+        listing = Listing([self._build(*entry) for entry in found])
+        self._listings.keep(key, listing)
+        return listing
 
     def _check_params(self, group: Group, params: list[torch.Tensor]) -> None:
         shards = [local_shard(p) for p in params]
         check_one_device(shards)
+        check_capture(shards[0].device)
         backend = choose_backend(self.defaults["backend"], shards[0].device)
         known = self._update.combinations if backend == "triton" else []
         for param, shard in zip(params, shards, strict=True):
@@ -291,33 +295,20 @@ class FusedOptimizer(Optimizer):
 
     def _build(self, index: int, group: Group, params: list[torch.Tensor]) -> Batch:
         """List the tensors of a group, creating the state that is missing."""
-        names = self._slots_of(group)
+        chosen = [self._combination(p, group) for p in params]
+        plain = self._is_plain(chosen, local_shard(params[0]).device)
         before = sum(len(g["params"]) for g in self.param_groups[:index])
         position = {id(p): before + i for i, p in enumerate(group["params"])}
-        chosen = [self._combination(p, group) for p in params]
-        shards = [local_shard(p) for p in params]
-        plain = self._is_plain(chosen, shards[0].device)
-        counted = self._counts_steps or not plain
-        fresh = [
-            create_state(self.state[param], param, combination, names, counted=counted)
-            for param, combination in zip(params, chosen, strict=True)
-        ]
-        entries = [self.state[p] for p in params]
-        masters = [e.get("master") for e in entries]
-        return Batch(
-            group=group,
-            params=list(params),
-            locals=shards,
-            entries=entries,
-            slots=[[local_shard(e[name]) for e in entries] for name in names],
-            steps=[e["step"] for e in entries] if counted else [],
-            masters=[None if m is None else local_shard(m) for m in masters],
-            combinations=chosen,
+        return list_batch(
+            index,
+            group,
+            params,
+            chosen,
+            self.state,
+            names=self._slots_of(group),
             keys=[tensor_key(int(group["seed"]), position[id(p)]) for p in params],
-            fresh=fresh,
-            sharded=any(map(is_sharded, params)),
-            contiguous=all(shard.is_contiguous() for shard in shards),
             plain=plain,
+            counted=self._counts_steps or not plain,
         )
 
     @torch.no_grad()
@@ -326,9 +317,10 @@ class FusedOptimizer(Optimizer):
         a replica that has skipped its steps and is to be averaged with others' masters."""
         for group in self.param_groups:
             for param in group["params"]:
-                wanted = param.requires_grad and self._combination(param, group).master
-                if wanted and "master" not in self.state[param]:
-                    self.state[param]["master"] = master_of(param)
+                combination, entry = self._combination(param, group), self.state[param]
+                wanted = param.requires_grad and combination.master
+                if wanted and master_key(combination) not in entry:
+                    create_master(entry, param, combination)
 
     def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
         """Whether `_step_plain` does it all: no master, no rounding, its own dtypes."""
@@ -343,16 +335,23 @@ class FusedOptimizer(Optimizer):
 
     # --- on kernels ---------------------------------------------------------------------------
 
-    def _step_kernels(self, device: torch.device, batches: list[Batch], controls: Controls) -> None:
+    def _step_kernels(
+        self, device: torch.device, listing: Listing, together: list[Graded], controls: Controls
+    ) -> None:
         from hdet_scale.optim.kernel_step import plan_launches
 
-        launches = self._launches.get(device)
-        if launches is None or not launches.serves(batches):
-            launches = self._launches[device] = plan_launches(self._update, device, batches)
-        launches.step(self._scalar_rows(batches), controls)
+        launches = listing.launches.get(device)
+        if launches is None:
+            batches = [batch for batch, _ in together]
+            launches = listing.launches[device] = plan_launches(self._update, device, batches)
+        if device not in self._scalars:
+            self._scalars[device] = ScalarTable(len(self.param_groups), device)
+        scalars = self._scalars[device]
+        scalars.write(self._scalar_rows())
+        launches.step([g for _, grads in together for g in grads], scalars.values, controls)
 
-    def _scalar_rows(self, batches: list[Batch]) -> list[list[Number]]:
-        return [self._scalar_row(batch.group) for batch in batches]
+    def _scalar_rows(self) -> list[list[Number]]:
+        return [self._scalar_row(group) for group in self.param_groups]
 
     def _scalar_row(self, group: Group) -> list[Number]:
         return scalar_row(
@@ -370,11 +369,11 @@ class FusedOptimizer(Optimizer):
 
     # --- on torch -----------------------------------------------------------------------------
 
-    def _step_torch(self, device: torch.device, batches: list[Batch], controls: Controls) -> None:
+    def _step_torch(self, device: torch.device, together: list[Graded], controls: Controls) -> None:
         plain = self._step_plain if self._has_plain else None
         controls = controls.clip_folded(device)
-        for batch in batches:
-            step_batch(batch, controls, self._update, plain, counts_steps=self._counts_steps)
+        for batch, grads in together:
+            step_batch(batch, grads, controls, self._update, plain, counts_steps=self._counts_steps)
 
     @property
     def _has_plain(self) -> bool:

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from hdet_scale.kernels.scalars import Number
 from hdet_scale.kernels.sgd import SGD, sgd_scalars
+from hdet_scale.kernels.table import Combination
 from hdet_scale.optim.batches import Batch, Group
 from hdet_scale.optim.controls import Controls
 from hdet_scale.optim.fused import FusedOptimizer
@@ -19,9 +20,9 @@ from hdet_scale.optim.shared_options import SharedOptions
 class FusedSGD(FusedOptimizer):
     """SGD whose step uses lr * lr_multiplier: torch.optim.SGD's arguments, and ours.
 
-    `group["lr"]` is the base that a scheduler writes on every replica alike; on a CPU the result is
-    that of torch.optim.SGD(lr=lr * lr_multiplier, fused=True) to the last bit. Checkpoints load
-    from and into torch.optim.SGD.
+    `group["lr"]` is the base that a scheduler writes on every replica alike; on a CPU the result of
+    fp32 parameters is that of torch.optim.SGD(lr=lr * lr_multiplier, fused=True) to the last bit.
+    Checkpoints load from and into torch.optim.SGD.
 
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer.
@@ -39,7 +40,9 @@ class FusedSGD(FusedOptimizer):
 
     Limitations:
         No sparse gradients, no complex parameters. The kernels step fp32, bf16 and fp16
-        parameters; fp64 needs backend="torch".
+        parameters; fp64 needs backend="torch". On a CPU a group with 16-bit parameters and no
+        masters is stepped in fp32 and rounded, tensor by tensor: torch 2.13's fused SGD leaves
+        nearly all of their elements unchanged.
     """
 
     _update = SGD
@@ -76,6 +79,12 @@ class FusedSGD(FusedOptimizer):
                 f"nesterov with momentum={group['momentum']}, dampening={group['dampening']}: "
                 "it needs a momentum above 0 and no dampening"
             )
+
+    def _is_plain(self, chosen: list[Combination], device: torch.device) -> bool:
+        """Not 16-bit parameters on a CPU: torch 2.13's fused SGD writes only the elements behind
+        the last whole vector, 8 of 1,000."""
+        narrow = any(c.param.itemsize < 4 for c in chosen)
+        return super()._is_plain(chosen, device) and not (narrow and device.type == "cpu")
 
     def _slots_of(self, group: Group) -> tuple[str, ...]:
         return self._update.moments if group["momentum"] else ()

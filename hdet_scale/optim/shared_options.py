@@ -57,7 +57,14 @@ DEFAULTS: SharedOptions = {
     "fused": None,
 }
 
-KEPT_ON_LOAD = ("lr_multiplier", "master_weights", "stochastic_rounding", "moment_dtype", "seed")
+KEPT_ON_LOAD = (
+    "lr_multiplier",
+    "master_weights",
+    "stochastic_rounding",
+    "moment_dtype",
+    "state",
+    "seed",
+)
 """What says how this optimizer runs, and not what it has learned: kept when a state is loaded."""
 
 

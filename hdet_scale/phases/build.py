@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.optim import Optimizer
-
 from hdet_scale.config import HDETConfig
 from hdet_scale.engines.protocol import Engine
 from hdet_scale.factors.space import Factor
 from hdet_scale.method.paper import Descent, PaperRule, PaperSteering
+from hdet_scale.optim.family import divides_by_the_gradient
 from hdet_scale.phases.exploring import Exploring
 from hdet_scale.phases.plain import Plain
 from hdet_scale.phases.run import Phase, Run, Steering
@@ -161,9 +160,3 @@ def check_search(config: HDETConfig, factors: Sequence[Factor] | None) -> None:
             f"rule={config.rule!r} moves the learning rates of all param groups together: leave "
             "factors out"
         )
-
-
-def divides_by_the_gradient(optimizer: Optimizer) -> bool:
-    """Whether a step's size does not grow with the gradient's: Adam and its kin, RMSprop, Adagrad,
-    Lion, Muon, and not SGD. What divides has something against a zero, or betas."""
-    return not {"eps", "betas"}.isdisjoint(optimizer.defaults)

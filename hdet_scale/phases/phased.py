@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hdet_scale.config import HDETConfig
 from hdet_scale.engines.protocol import Engine
 from hdet_scale.method.records import Record, RoundRecord
+from hdet_scale.optim.fused import FusedOptimizer
 from hdet_scale.phases import snapshot_files
 from hdet_scale.phases.build import Phases
 from hdet_scale.phases.run import Phase, Run
@@ -205,6 +206,9 @@ class PhasedScheduler:
 
     def _write(self) -> None:
         self._phase.write()
+        # A CUDA graph is replayed without a call of `step`, which would do this.
+        if isinstance(self.optimizer, FusedOptimizer):
+            self.optimizer.write_scalars()
 
     def rewrite(self) -> None:
         """Write this replica's values again, after an engine has loaded an optimizer's state."""

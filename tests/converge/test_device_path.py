@@ -5,8 +5,6 @@ The parts first, then whole converges: two real processes whose Converge takes t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +16,11 @@ from hdet_scale.converge.int8 import CACHED, Codec, message_bytes
 from hdet_scale.converge.pipeline import Converge
 from hdet_scale.converge.remembered import Memory
 from hdet_scale.converge.staging import StagedBucket
-from hdet_scale.kernels.choice import interpreting, on_kernels
+from hdet_scale.kernels.choice import interpreting
 from hdet_scale.kernels.int8_format import QUANTUM, packed_blocks
 from hdet_scale.kernels.interpreter import interpreted
 from hdet_scale.kernels.pack import pack_reference
+from tests.conftest import uses_kernels
 from tests.support.fleet import Fleet
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,8 +48,10 @@ def messages(numel: int) -> list[Tensor]:
         codec.pack(flat.clone(), Memory(point, residual), row)
     sent, mean, moved = rows.clone(), torch.empty(numel), torch.empty(numel)
     codec.mean(rows.clone(), [0.25, 0.75], mean)
-    codec.mean(rows, [0.25, 0.75], moved, points[0])
+    codec.mean(rows.clone(), [0.25, 0.75], moved, points[0])
     assert torch.equal(moved, mean + points[0])
+    codec.mean(rows, [0.25, 0.75], mean, points[1], move=True)
+    assert torch.equal(points[1], mean)
     return [sent, residuals, mean, moved]
 
 
@@ -68,7 +69,7 @@ def test_int8_messages_are_those_of_the_reference() -> None:
     flat, point, residual = draw(3, 1000, seed=1)
     error, codes = residual.clone(), torch.empty(1000, dtype=torch.int8)
     scales = torch.empty(packed_blocks(1000))
-    pack_reference(flat - point, error, codes, scales)
+    pack_reference(flat, point, error, codes, scales)
     message = torch.empty(message_bytes(1000), dtype=torch.uint8)
     Codec().pack(flat, Memory(point, residual), message)
     assert torch.equal(message[:1000].view(torch.int8), codes)
@@ -131,26 +132,6 @@ def test_staging_is_that_of_the_kernels(wide: torch.dtype, bad: float | None) ->
 # -- whole converges -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def device_pair() -> Iterator[Fleet]:
-    """Two workers in whose processes Triton's interpreter runs the kernels."""
-    fleet = Fleet(2)
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        assert fleet.run(_on_kernels) == [True, True]
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
-    yield fleet
-    fleet.stop()
-
-
-def _on_kernels(rank: int, size: int) -> bool:
-    return on_kernels(torch.zeros(1))
-
-
 def _converged(rank: int, size: int, wire: str, overlap: bool) -> list[Tensor]:
     """Three rounds over several buckets of fp32 and bf16, a replica bad in the last but one."""
     tensors = [draw(*s, seed=1).to(d) for s in ((50, 70), (9,), (2000,)) for d in DTYPES[:2]]
@@ -178,7 +159,7 @@ def _converged(rank: int, size: int, wire: str, overlap: bool) -> list[Tensor]:
 def test_a_converge_has_the_same_bits_on_the_device_path(
     fleets: Any, device_pair: Fleet, wire: str, overlap: bool
 ) -> None:
-    assert fleets(2).run(_on_kernels) == [interpreting()] * 2
+    assert fleets(2).run(uses_kernels) == [interpreting()] * 2
     plain = fleets(2).run(_converged, wire, overlap)
     device = device_pair.run(_converged, wire, overlap)
     for ours, theirs in zip(plain, device, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import unittest.mock
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdet_scale import Replicas
+from hdet_scale.engines import gradient_mean
 from hdet_scale.engines.gradient_mean import GradientMean
 
 
@@ -63,3 +67,43 @@ def _overflowed(rank: int, size: int) -> list[bool]:
 
 def test_an_infinity_of_one_replica_reaches_all(trio: Any) -> None:
     assert trio.run(_overflowed) == [[True, False]] * 3
+
+
+def remain(watched: list[Any], seconds: float = 10.0) -> list[bool]:
+    """What is still alive. Gloo's own thread lets go of a transfer a moment after it is done."""
+    deadline = time.monotonic() + seconds
+    while any(w() is not None for w in watched) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return [w() is not None for w in watched]
+
+
+def _held(rank: int, size: int) -> tuple[list[int], list[bool]]:
+    """Plans made at each of four steps whose gradients move, the last of which is laid out
+    otherwise; whether any gradient was alive after it had been dropped."""
+    mean, made, alive, plans = GradientMean(1000), [], [], 0
+    plan = gradient_mean.plan
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal plans
+        plans += 1
+        return plan(*args, **options)
+
+    with unittest.mock.patch.object(gradient_mean, "plan", counting):
+        earlier = []
+        for turn in range(4):
+            mine = _gradients(rank)
+            if turn == 3:
+                mine[6] = mine[6].clone()  # no longer beside the one that follows it
+            mean(mine, Replicas.world())
+            made.append(plans)
+            watched = [weakref.ref(g.untyped_storage()) for g in mine]
+            earlier.append(torch.empty(sum(g.numel() for g in mine)))  # the next ones lie elsewhere
+            del mine
+            alive.append(any(remain(watched)))
+    return made, alive
+
+
+def test_gradients_that_move_are_planned_once_and_let_go(pair: Any) -> None:
+    for made, alive in pair.run(_held):
+        assert made == [1, 1, 1, 2]
+        assert alive == [False] * 4

@@ -14,14 +14,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def packed(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Codes, scales and error after packing twice the same values, with feedback."""
     generator = torch.Generator().manual_seed(numel)
+    point = torch.randn(numel, generator=generator)
     x = (torch.randn(numel, generator=generator) * 3).to(dtype)
-    x[: numel // 3] = 0
+    x[: numel // 3] = point[: numel // 3] = 0
     error = torch.zeros(numel)
     codes = torch.empty(numel, dtype=torch.int8)
     scales = torch.empty(packed_blocks(numel))
     for _ in range(2):
-        pack(x, error, codes, scales)
-    return [x, codes, scales, error]
+        pack(x, point, error, codes, scales)
+    return [x, point, codes, scales, error]
 
 
 @interpreted
@@ -44,7 +45,7 @@ def test_what_is_sent_and_what_is_kept_are_the_value() -> None:
     sent = torch.zeros(1000, dtype=torch.float64)
     out = torch.empty(1000)
     for rounds in range(1, 21):
-        pack(x, error, codes, scales)
+        pack(x, torch.zeros(1000), error, codes, scales)
         unpack(codes[None], scales[None], torch.ones(1), out)
         sent += out.double()
         limit = scales.repeat_interleave(QUANTUM)[:1000] * 0.5001
@@ -57,9 +58,10 @@ def test_what_is_sent_and_what_is_kept_are_the_value() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="float32"):
-        pack(
-            torch.zeros(4), torch.zeros(4).half(), torch.zeros(4, dtype=torch.int8), torch.zeros(1)
-        )
+    x, codes, scales = torch.zeros(4), torch.zeros(4, dtype=torch.int8), torch.zeros(1)
+    with pytest.raises(ValueError, match=r"error is torch.float16.*float32"):
+        pack(x, x, x.half(), codes, scales)
+    with pytest.raises(ValueError, match=r"point is torch.float32 \(3,\)"):
+        pack(x, x[:3], x, codes, scales)
     with pytest.raises(ValueError, match="codes and scales"):
-        pack(torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.int8), torch.zeros(2))
+        pack(x, x, x, codes, torch.zeros(2))

@@ -93,6 +93,29 @@ def test_finite_values_whose_sum_overflows_do_not_raise_the_flag() -> None:
     assert int(Pieces([torch.full((10,), 3e38)]).gather(torch.empty(10))) == 0
 
 
+def added(bucket_dtype: torch.dtype) -> list[torch.Tensor]:
+    """Half of a bucket added to tensors of three dtypes."""
+    made = tensors(DTYPES)
+    numel = sum(t.numel() for t in made)
+    bucket = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(bucket_dtype)
+    Pieces(made).scatter(bucket, torch.tensor(0.5), add=True)
+    return [bucket, *made]
+
+
+kernel_added = interpreted(added)
+
+
+@pytest.mark.parametrize("bucket_dtype", DTYPES)
+def test_what_is_added_is_summed_in_fp32_and_rounded_once(bucket_dtype: torch.dtype) -> None:
+    ours, theirs = kernel_added(bucket_dtype), added(bucket_dtype)
+    before, at = tensors(DTYPES), 0
+    for a, b, old in zip(ours[1:], theirs[1:], before, strict=True):
+        part = theirs[0][at : at + old.numel()].double() * 0.5
+        at += old.numel()
+        assert torch.equal(a, b)
+        assert torch.equal(b, (old.double() + part).float().to(old.dtype))
+
+
 def skipped(skip: int) -> torch.Tensor:
     made = torch.ones(1030)
     flag = torch.tensor([skip], dtype=torch.int32)

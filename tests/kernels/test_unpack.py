@@ -33,6 +33,47 @@ def test_unpack_is_that_of_the_reference(replicas: int, numel: int, dtype: torch
     )
 
 
+def moved(numel: int, dtype: torch.dtype, move: bool, gap: int) -> list[torch.Tensor]:
+    """Results from a last point, which may be written too, behind a gap that spoils alignment."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, (2, numel), generator=generator).to(torch.int8)
+    scales = torch.rand(2, packed_blocks(numel), generator=generator)
+    point = torch.randn(gap + numel, generator=generator)
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    unpack(codes, scales, torch.tensor([0.25, 0.75]), out, point[gap:], move=move)
+    return [out, point]
+
+
+kernel_moved = interpreted(moved)
+
+
+@pytest.mark.parametrize(("numel", "gap"), [(1024, 0), (1025, 0), (2048, 1)])
+@pytest.mark.parametrize("move", [False, True], ids=["from", "move"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack_from_a_point_is_that_of_the_reference(
+    numel: int, gap: int, move: bool, dtype: torch.dtype
+) -> None:
+    (out, point), (wanted, kept) = (
+        kernel_moved(numel, dtype, move, gap),
+        moved(numel, dtype, move, gap),
+    )
+    assert torch.equal(out, wanted)
+    assert torch.equal(point, kept)
+    before = torch.randn(gap + numel, generator=drawn(numel))
+    assert torch.equal(point[:gap], before[:gap])
+    assert torch.equal(point, before) is not move
+    if move:
+        assert torch.equal(point[gap:].to(dtype), out)
+
+
+def drawn(numel: int) -> torch.Generator:
+    """The generator of `moved` where it draws the point."""
+    generator = torch.Generator().manual_seed(3)
+    torch.randint(-127, 128, (2, numel), generator=generator)
+    torch.rand(2, packed_blocks(numel), generator=generator)
+    return generator
+
+
 def test_unpack_is_the_weighted_sum() -> None:
     codes = torch.tensor([[1, -2, 3], [10, 20, -30]], dtype=torch.int8)
     scales, weights = torch.tensor([[0.5], [0.25]]), torch.tensor([0.75, 0.25])
@@ -44,3 +85,6 @@ def test_unpack_is_the_weighted_sum() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="replicas"):
         unpack(torch.zeros(4, dtype=torch.int8), torch.zeros(1), torch.ones(1), torch.zeros(4))
+    codes, scales, weights = torch.zeros(1, 4).to(torch.int8), torch.zeros(1, 1), torch.ones(1)
+    with pytest.raises(ValueError, match=r"point is torch.float16.*float32"):
+        unpack(codes, scales, weights, torch.zeros(4), torch.zeros(4).half())

@@ -12,6 +12,7 @@ import torch
 
 from hdet_scale.kernels.adamw import adamw_reference
 from hdet_scale.kernels.interpreter import interpreted
+from hdet_scale.kernels.launch import SPAN
 from hdet_scale.kernels.lion import lion_reference
 from hdet_scale.kernels.random_words import tensor_key
 from hdet_scale.kernels.sgd import sgd_reference
@@ -265,29 +266,11 @@ def test_the_kernel_multiplies_base_and_multiplier_of_the_table() -> None:
     assert two_numbers_change() == [2.0, 1.0, 1.5]
 
 
-@interpreted
-def rebuilds() -> list[bool]:
-    """Whether the table was rebuilt: first step, same gradients, a new gradient."""
-    params = [torch.nn.Parameter(torch.randn(33)) for _ in range(3)]
-    optimizer = FusedAdamW(params, backend="triton")
-    for p in params:
-        p.grad = torch.ones(33)
-    seen = []
-    optimizer.step()
-    (launches,) = optimizer._launches.values()
-    refresh = launches.table.refresh
-    launches.table.refresh = lambda grads: seen.append(refresh(grads))
-    optimizer.step()
-    kept = params[1].grad
-    params[1].grad = torch.ones(33)
-    optimizer.step()
-    optimizer.step()
-    assert kept is not None
-    return seen
-
-
-def test_the_table_is_rebuilt_only_when_an_address_changes() -> None:
-    assert rebuilds() == [False, True, False]
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_tensor_of_several_spans(shift: int) -> None:
+    """A program goes through the blocks of its span: whole ones, and a rest in the last span."""
+    worst = lockstep("adamw", FP32, [(SPAN + 1024 + 9, shift)], [{"lr_multiplier": RHO}], steps=2)
+    within("adamw", worst, FP32)
 
 
 @interpreted

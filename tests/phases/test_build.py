@@ -1,4 +1,4 @@
-"""How a run is put together: the family of its optimizer, and whether a search comes first."""
+"""How a run is put together: whether a search comes first, and how long it is."""
 
 from __future__ import annotations
 
@@ -8,30 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
-from hdet_scale import FusedAdamW, FusedLion, FusedSGD, HDETConfig, OneCycleAutoLR, Replicas
-from hdet_scale.phases.build import divides_by_the_gradient, searches
+from hdet_scale import HDETConfig, OneCycleAutoLR, Replicas
+from hdet_scale.phases.build import searches
 from hdet_scale.search.constants import FIRST_SHARE, LEAST_STEPS, SECOND_SHARE, TEAMS
-
-
-@pytest.mark.parametrize(
-    ("make", "divides"),
-    [
-        (AdamW, True),
-        (FusedAdamW, True),
-        (FusedLion, True),
-        (torch.optim.Adagrad, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Muon, True),
-        (torch.optim.Adafactor, True),
-        (SGD, False),
-        (FusedSGD, False),
-    ],
-)
-def test_the_family_of_an_optimizer_is_told_by_what_it_divides_by(make: Any, divides: bool) -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    assert divides_by_the_gradient(make([weight], lr=0.1)) is divides
 
 
 @pytest.mark.parametrize(("replicas", "rounds"), [(1, 3), (2, 3), (3, 2), (TEAMS, 1), (1024, 1)])
