@@ -32,7 +32,7 @@ from hdet_scale.search.probe import Losses
 from hdet_scale.search.result import CurvePoint, SearchResult
 from hdet_scale.topology import Replicas
 
-WARM_UP = 0.05
+WARM_SHARE = 0.05
 """Share of the run that is its warm-up, where no schedule is given."""
 
 
@@ -177,8 +177,8 @@ def _attach(
 
 
 def shape(t: int, steps: int) -> float:
-    """A warm-up of WARM_UP of the steps, then a cosine to zero; over its peak."""
-    warm = max(1, round(WARM_UP * steps))
+    """A warm-up of WARM_SHARE of the steps, then a cosine to zero; over its peak."""
+    warm = max(1, round(WARM_SHARE * steps))
     if t < warm:
         return (t + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (t - warm) / max(1, steps - warm))))
