@@ -87,7 +87,7 @@ def _add_run(add: Callable[..., Any]) -> None:
     # torchrun reads --run as an abbreviation of an option of its own: --folder is for torchrun.
     add("--run", "--folder", type=Path, metavar="RUN", help="log, checkpoints; runs/DATE if unset")
     add("--resume", action="store_true", help="go on from RUN's newest complete checkpoint")
-    add("--find", action="store_true", help="end after the search and print the rate: hdet find")
+    add("--find", action="store_true", help=argparse.SUPPRESS)  # `hdet find`
     add("--workers", type=int, default=2, metavar="N", help="local processes without a launcher: 2")
 
 
