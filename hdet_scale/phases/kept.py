@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet_scale.engines.protocol import Engine
+from hdet_scale.search.probe import same_randomness
 from hdet_scale.search.snapshot import Snapshot
 from hdet_scale.topology import Replicas
 
@@ -58,20 +57,14 @@ def _copy(value: Any) -> Any:
 @contextlib.contextmanager
 def _generators(batches: object) -> Iterator[None]:
     """Python's, numpy's and torch's generators, and those that a DataLoader has of its own."""
-    numpy = sys.modules.get("numpy")
-    python, array = random.getstate(), numpy.random.get_state() if numpy is not None else None
     loader = [getattr(batches, "generator", None)]
     loader += [getattr(getattr(batches, name, None), "generator", None) for name in SAMPLERS]
     own = {id(g): g for g in loader if isinstance(g, torch.Generator)}.values()
     states = [(g, g.get_state()) for g in own]
-    devices = [*range(torch.cuda.device_count())]
     try:
-        with torch.random.fork_rng(devices=devices):
+        with same_randomness():
             yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
         for generator, state in states:
             generator.set_state(state)
 

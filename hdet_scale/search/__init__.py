@@ -7,7 +7,7 @@ Read in this order:
     probe       losses on held-out batches that all replicas have in common
     evidence    by how many standard errors one rate is ahead of another
     snapshot    weights and optimizer state, kept to go back to
-    law         how the best rate of a trial relates to that of a run, by batch and length
+    law         how the best rate of a trial relates to that of a run: batch, length, passes
     trials      the two stages, which replica runs which rate, the schedule of a trial
     decision    what the losses mean: the next stage, or the rate of the run
     result      what a search found, for people and notebooks

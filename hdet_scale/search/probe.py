@@ -66,7 +66,7 @@ class Probe:
         parts = min(parts, self.limit) if self._splits else 1
         start = time.perf_counter()
         mode = contextlib.nullcontext() if self.engine is None else self.engine.evaluating()
-        with torch.no_grad(), _same_randomness(), mode:
+        with torch.no_grad(), same_randomness(), mode:
             source = self.losses(part=part % parts, parts=parts) if parts > 1 else self.losses()
             drawn = [_number(x) for x in islice(source, self.limit // parts)]
         self.seconds += time.perf_counter() - start
@@ -112,7 +112,7 @@ def _number(loss: Tensor | float) -> float:
 
 
 @contextlib.contextmanager
-def _same_randomness() -> Iterator[None]:
+def same_randomness() -> Iterator[None]:
     """Python's, numpy's and torch's generators afterwards as before."""
     numpy = sys.modules.get("numpy")
     python, array = random.getstate(), numpy.random.get_state() if numpy is not None else None
